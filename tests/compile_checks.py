@@ -1,6 +1,6 @@
 """torch.compile, torch.export and torch.library's own checks, on any device."""
 
-import importlib.util
+import importlib
 import types
 
 import torch
@@ -36,12 +36,8 @@ def operators_in(dtypes, kernels: bool) -> list:
 
 def calls_of(package, name, device, dtype) -> list:
     """The calls of an operator that its operation's file has, as the operator takes them."""
-    decoder, packs = f"{package.__name__}.shared.decoder", {}
-    if importlib.util.find_spec(decoder) is not None:
-        traced = vars(importlib.import_module(f"{decoder}.traced"))
-        packs = {operator.name: operator.pack for operator in traced.values() if hasattr(operator, "pack")}
     calls = collected("OPERATORS")[name](New(device, dtype))
-    return [packs[name](*call) for call in calls] if name in packs else calls
+    return calls(package) if callable(calls) else calls
 
 
 def check_operator(package, name, device, dtype):

@@ -1,10 +1,17 @@
 """A half layer is a forward function, a backward function and a description: one that no file of the package knows."""
 
 import importlib
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+
+from tests import compile_checks as checks
+from tests.versions import needs_compiler
+
+NUMBERS = itertools.count()  # of the toys, whose operators have a name each
 
 
 class Spec(NamedTuple):
@@ -29,8 +36,9 @@ def reference(spec, tensors, projections, sizes, dtype):
     return (tensors.stream + spec.factor * torch.nn.functional.linear(*tensors).square(), tensors.stream)
 
 
-def toy(package, calls):
+def toy(package, calls, **options):
     node = importlib.import_module(f"{package.__name__}.shared.decoder.node")
+    in_graph = node.InGraph(f"toy_{next(NUMBERS)}", Spec, Tensors, Saved, **options)
 
     def check(spec, tensors, projections, sizes, dtype):
         if tensors.weight.shape[1] != tensors.stream.shape[-1]:
@@ -50,7 +58,7 @@ def toy(package, calls):
         dbias = dbranch.sum(0) if need.tensors.bias else None
         return node.Gradients(Tensors(dstream + dout + dbranch @ given.tensors.weight, dweight, dbias), [])
 
-    return node.Node("_Toy", check, reference, forward, backward, passes_on=True)
+    return node.Node("_Toy", check, reference, forward, backward, in_graph=in_graph, passes_on=True)
 
 
 def arguments(biased=True, frozen=False):
@@ -103,3 +111,23 @@ def test_its_calls_are_replayed(interpreted, biased):
     assert len(calls) == 4, "twice forward and backward"
     for grads in found[1:]:
         assert all(map(torch.equal, grads, found[0]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", ({}, {"biased": False}, {"frozen": True}), ids=("", "without a bias", "frozen"))
+def test_it_is_two_operators_in_a_graph(qwen3, options):
+    """With gradients and without, each in one graph more than one for all lengths."""
+    node = toy(qwen3, [])
+    called, compiled = checks.operators_of(qwen3, lambda given: node(Spec(0.5), given, (), (), torch.float64))
+    counters.clear()
+    for tokens in (1, 2, 3):
+        given, expected = arguments(**options), arguments(**options)
+        given, expected = (each._replace(stream=each.stream.detach().repeat(tokens, 1).requires_grad_()) for each in (given, expected))
+        for results in (compiled(given), reference(Spec(0.5), expected, (), (), torch.float64)):
+            (results[0].square().sum() + results[1].sum()).backward()
+        for one, other in zip(given, expected, strict=True):
+            assert one is None or (one.grad is other.grad is None if other.grad is None else torch.allclose(one.grad, other.grad))
+        with torch.no_grad():
+            assert torch.allclose(compiled(given)[0], results[0])
+    assert counters["stats"]["unique_graphs"] == 4
+    assert [name.removeprefix("toy_").lstrip("0123456789") for name in called].count("_backward") == 2 and len(called) == 6

@@ -228,7 +228,7 @@ MUTANTS = [
          ("generator.set_state(now)", "pass")),
     *errors_in(NODES, "projected_inputs", "_inputs",
          ("tensors._replace(x=stream)", "tensors._replace(x=2 * stream)"),
-         ("[q, k, v]", "[q, k, 2 * v]"),
+         ("return [q, k, v]", "return [q, k, 2 * v]"),
          ("[*saved,", "[saved[0], 2 + saved[1], *saved[2:],"),
          ("[*saved,", "[*saved[:2], 2 * saved[2], *saved[3:],"),
          ("given.parts, given.whole)", "given.parts, -given.whole)", "projected_inputs_packed")),

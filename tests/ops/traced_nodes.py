@@ -1,203 +1,155 @@
 """The operators of a decoder layer in a graph, called without one: what the nodes of `projected_nodes` compute, in memory of their own."""
 
+import contextlib
 import functools
+import importlib
+import sys
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.ops import projected_nodes
-from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
+from tests.ops import decoder_nodes, projected_nodes
+from tests.ops.common import CPU, FP32, errors_in, leaf, randn
 from tests.ops.decoder_nodes import part_of
-from tests.ops.projected_nodes import inputs, outputs, projections_of
 from tests.tolerances import assert_close
 
-
-def _assert_as_faked(found, faked):
-    for real, fake in zip(found, faked, strict=True):
-        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == len(found), "results share memory"
+NODES = "norm_attention_inputs", "norm_mlp"
 
 
-def _arguments(ops, shapes, autocast, seed=2):
-    """(projections, the operators' tensors and scalings)"""
-    projections = projections_of(ops, shapes, autocast, 0.0, seed)[0]
-    return projections, [part for one in projections for part in one[:5]], [one.scaling for one in projections]
+class Calls(TorchDispatchMode):
+    """Records the calls of the nodes' operators of a package, (name, arguments), whose results must be as their fake functions promise and
+    share no memory."""
+
+    def __init__(self, package):
+        super().__init__()
+        self.namespace, self.calls = importlib.import_module(f"{package.__name__}._ops").NAMESPACE, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found, name = function(*args, **(kwargs or {})), function.name().split("::")[1]
+        if function.namespace == self.namespace and name.removesuffix("_backward") in NODES:
+            args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+            self.calls.append((name, args))
+            with FakeTensorMode() as mode:
+                faked = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+            assert len(found) == len(faked)
+            for real, fake in zip(found, faked, strict=True):
+                assert real.is_contiguous() and (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+            memory = [tensor.untyped_storage().data_ptr() for tensor in (*found, *tree_leaves(args)) if isinstance(tensor, torch.Tensor)]
+            assert len(set(memory[: len(found)])) == len(found), "results share memory"
+            assert not set(memory[: len(found)]) & set(memory[len(found) :]), "a result is in an argument's memory"
+        return found
 
 
-def _run(operator, *arguments) -> list:
-    """What an operator does with the arguments of its function."""
-    return operator.run(*operator.pack(*arguments))
+@contextlib.contextmanager
+def traced(package):
+    """Where nodes are computed as where a graph is traced, and their operators as where it runs; gives the calls of these."""
+    import torch._dynamo  # noqa: F401  where this is imported first, inside of the patch, no graph finds is_compiling any more
 
+    def is_compiling():
+        return sys._getframe(1).f_globals["__name__"].endswith(".decoder.node")
 
-def _check_gradients(operator, fake, arguments, leaves, needs):
-    wanted = [tensor.grad if tensor is not None and need else None for tensor, need in zip(leaves, needs, strict=True)]
-    found = _run(operator, *arguments, needs)
-    _assert_as_faked(found, fake(*arguments, needs))
-    for number, (mine, other) in enumerate(zip(found, [grad for grad in wanted if grad is not None], strict=True)):
-        assert_close(mine, other, BF16, f"gradient {number}", 2)
-
-
-def check_traced_attention_inputs(ops, autocast=False):
-    nodes, traced = (part_of(ops, name) for name in ("nodes", "traced"))
-    kind = FP32 if autocast else BF16
-    x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, tensors, scalings = _arguments(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast)
-    norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
-    angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
-    cos, sin = angles.cos().to(kind), angles.sin().to(kind)
-    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, (2, 3), inputs(ops, 0.5, 0.25), BF16)
-    grads = [randn(*r.shape, dtype=r.dtype, device=CPU, seed=9 + i) for i, r in enumerate(results)]
-    torch.autograd.backward(results, grads)
-    text = part_of(ops, "spec").encoded(inputs(ops, 0.5, 0.25))
-    arguments = x, norm, *norms, cos, sin, text, [2, 3], BF16, tensors, scalings
-    q, k, projected, *kept = found = _run(traced.ATTENTION_INPUTS, *arguments)
-    _assert_as_faked(found, traced._fake_attention_inputs(*arguments))
-    v = traced._in_heads(inputs(ops, 0.5, 0.25), projected, [1024, 512, 512], (2, 3))[2].transpose(1, 2)
-    for mine, other in zip((q, k, v), results[:3], strict=True):
-        assert_close(mine, other, BF16, "a traced projection", 2)
-    saved = *grads, x, norm, *norms, cos, sin, text, BF16, tensors, scalings, projected, kept
-    leaves = x, norm, *norms, None, None, *tensors
-    for left_out in (None, 1, 6):
-        needs = [tensor is not None and i != left_out for i, tensor in enumerate(leaves)]
-        _check_gradients(traced.ATTENTION_INPUTS_GRADIENTS, traced._fake_attention_inputs_gradients, saved, leaves, needs)
-
-
-def check_traced_mlp(ops, autocast=False, attended=True):
-    nodes, traced = (part_of(ops, name) for name in ("nodes", "traced"))
-    kind = FP32 if autocast else BF16
-    x, norm = leaf(randn(2, 3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    shapes = [(1024, 64)] * attended + [(48, 1024), (48, 1024), (1024, 48)]
-    projections, tensors, scalings = _arguments(ops, shapes, autocast, 2 + (not attended))
-    before = leaf(randn(6, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
-    expected = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5), before, dtype=BF16)
-    dout = randn(2, 3, 1024, dtype=kind, device=CPU, seed=9)
-    expected.backward(dout)
-    text = part_of(ops, "spec").encoded(outputs(ops, 0.5))
-    arguments = x, before, None, norm, None, text, BF16, tensors, scalings
-    out, both, *kept = found = _run(traced.MLP, *arguments)
-    _assert_as_faked(found, traced._fake_mlp(*arguments))
-    assert_close(out, expected, BF16, "a traced MLP", 2)
-    leaves = x, before, None, norm, None, *tensors
-    for left_out, products in ((None, both), (3, both), (5, both), (None, None), (5, None)):
-        saved = dout, None if attended else x, before, None, norm, None, text, BF16, tensors, scalings, products, kept
-        needs = [tensor is not None and i != left_out for i, tensor in enumerate(leaves)]
-        _check_gradients(traced.MLP_GRADIENTS, traced._fake_mlp_gradients, saved, leaves, needs)
+    with mock.patch.object(torch.compiler, "is_compiling", is_compiling), Calls(package) as recorded:
+        yield recorded.calls
+    assert recorded.calls
 
 
 def as_in_a_graph(check):
-    """The check of the nodes of eager mode on those of a graph, as they are where a graph is traced."""
+    """The check of the nodes of eager mode on those of a graph."""
 
     def checked(ops):
-        import torch._dynamo  # noqa: F401  where this is imported first, inside of the patch, no graph finds is_compiling any more
-
-        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        with traced(ops):
             check(ops)
 
     return checked
 
 
+def check_inputs_without_norms(ops):
+    """v is then no part of what was projected, which the backward pass does not read."""
+    spec, found = part_of(ops, "spec").Inputs(64), []
+    for context in (contextlib.nullcontext(), traced(ops)):
+        x, norm, *weights = (leaf(randn(*s, dtype=FP32, device=CPU, seed=len(s))) for s in ((2, 3, 128), (128,), *[(128, 128)] * 3))
+        angles = [randn(1, 3, 64, dtype=FP32, device=CPU, seed=i) for i in range(2)]
+        projections = [part_of(ops, "projection").Projection(weight) for weight in weights]
+        with context:
+            results = part_of(ops, "nodes").norm_attention_inputs(x, norm, projections, None, None, *angles, (2, 3), spec)
+            sum((i + 1) * result.square().sum() for i, result in enumerate(results)).backward()
+        found.append([*results, *[one.grad for one in (x, norm, *weights)]])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, FP32, "attention's inputs without norms of heads")
+
+
 # ---------------------------------------------------------------- planted errors
+_inputs, _mlp = projected_nodes.check_projected_attention_inputs, functools.partial(projected_nodes.check_projected_mlp, attended=True)
 CHECKS = {
-    "inputs_of_a_graph": as_in_a_graph(projected_nodes.check_projected_attention_inputs),
-    "mlp_of_a_graph": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True)),
-    "mlp_of_a_graph_again": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True, recompute=True)),
-    "traced_inputs": check_traced_attention_inputs,
-    "traced_inputs_autocast": functools.partial(check_traced_attention_inputs, autocast=True),
-    "traced_mlp": check_traced_mlp,
-    "traced_mlp_alone": functools.partial(check_traced_mlp, attended=False),
-    "traced_mlp_autocast": functools.partial(check_traced_mlp, autocast=True),
+    "inputs_of_a_graph": as_in_a_graph(_inputs),
+    "inputs_of_a_graph_autocast": as_in_a_graph(functools.partial(_inputs, autocast=True)),
+    "inputs_of_a_graph_packed": as_in_a_graph(functools.partial(decoder_nodes.check_norm_attention_inputs, packed=True)),
+    "inputs_of_a_graph_without_norms": check_inputs_without_norms,
+    "mlp_of_a_graph": as_in_a_graph(_mlp),
+    "mlp_of_a_graph_again": as_in_a_graph(functools.partial(_mlp, recompute=True)),
+    "mlp_of_a_graph_alone": as_in_a_graph(decoder_nodes.CHECKS["norm_mlp_alone"]),
+    "mlp_of_a_graph_autocast": as_in_a_graph(functools.partial(_mlp, autocast=True)),
 }
+GRAPH, NODE, HALVES = "shared/decoder/graph.py", "shared/decoder/node.py", "shared/decoder/nodes.py"
 MUTANTS = [
-    *errors_in("shared/decoder/steps.py", "traced_mlp", "wanted", ("gradient if need else None", "gradient")),
-    *errors_in("shared/decoder/projections.py", "traced_inputs", "normed_input_backward", ("dnorm if need_norm else None", "dnorm")),
-    *errors_in("shared/decoder/traced.py", "traced_inputs", "_attention_inputs",
-         ("shape, projections, projected)", "shape, projections)"),
-         ("_heads_last(found.k_out)", "_heads_last(found.q_out)"),
-         ("projected, *kept", "projected[:, :-1], *kept")),
-    *errors_in("shared/decoder/traced.py", "traced_inputs", "_attention_inputs_gradients",
-         ("q, k, _ = _in_heads", "k, q, _ = _in_heads"),
-         ("(dq, dk, dv, dresidual), tensors", "(dq, dk, dv, 0 * dresidual), tensors")),
-    *errors_in("shared/decoder/traced.py", "traced_mlp", "_mlp",
-         ("OutputGroups(*three_of(found)), both)", "OutputGroups(*three_of(found)))"),
-         ("_there(saved.total if", "_there(x.reshape(saved.total.shape) if")),
-    *errors_in("shared/decoder/traced.py", "traced_mlp_autocast", "_mlp_gradients",
-         ("gate, up = both", "up, gate = both"),
-         ("else gradients.x.view(dout.shape)", "else -gradients.x.view(dout.shape)")),
-    *errors_in("shared/decoder/projection.py", "traced_inputs_autocast", "Group.shapes_made",
-         ("[(tokens, self.rank)] if self.spans", "[] if self.spans"),
-         ("if self.rounds_weights", "if not self.rounds_weights")),
-    *errors_in("shared/decoder/traced.py", "inputs_of_a_graph", "_AttentionInputs.forward",
-         ("tensors = x, norm, q_norm, k_norm, cos, sin\n", "tensors = x, norm, k_norm, q_norm, cos, sin\n")),
-    *errors_in("shared/decoder/traced.py", "inputs_of_a_graph", "_AttentionInputs.backward",
-         ("(dq, dk, dv, dresidual, x, norm, q_norm", "(dq, dk, dv, dresidual, 2 * x, norm, q_norm")),
-    *errors_in("shared/decoder/traced.py", "mlp_of_a_graph", "_MLP.forward",
-         ("tensors = attended, after, before, behind", "tensors = attended, after, 2 * before, behind")),
-    *errors_in("shared/decoder/traced.py", "mlp_of_a_graph", "_MLP.backward", ("(dout, x, attended,", "(dout, x, 2 * attended,")),
+    *errors_in("shared/decoder/steps.py", "mlp_of_a_graph_alone", "wanted", ("gradient if need else None", "gradient")),
+    *errors_in(HALVES, "inputs_of_a_graph", "_inputs", ("_replace(q=projected", "_replace(q=-projected")),
+    *errors_in(HALVES, "inputs_of_a_graph", "_in_heads",
+         ("v[:, (q.shape[2] + k.shape[2]) * q.shape[3] :]", "v[:, : k.shape[2] * q.shape[3]]")),
+    *errors_in(HALVES, "inputs_of_a_graph", "_inputs_gradients", ("q, k, _ = in_heads", "k, q, _ = in_heads")),
+    *errors_in(HALVES, "mlp_of_a_graph", "_saved", ("_replace(gate=both,", "_replace(gate=-both,")),
+    *errors_in(HALVES, "mlp_of_a_graph", "_mlp_gradients", ("gate, up = saved", "up, gate = saved")),
+    *errors_in(NODE, "inputs_of_a_graph_without_norms", "_once_each", ("results.append(tensor.contiguous())", "results.append(tensor)")),
+    *errors_in(GRAPH, "inputs_of_a_graph", "in_graph_of",
+         ("present[0].view_as(present[0])", "2 * present[0]"),
+         ("*found[start_of(text) :])", "*[2 * one for one in found[start_of(text) :]])"),
+         ("known.whole_of(values[", "-known.whole_of(values[", "inputs_of_a_graph_packed"),
+         ("and i not in constant", "and i in constant"),
+         ("tensors[max(place, 0)]", "tensors[abs(place)]", "mlp_of_a_graph")),
+    *errors_in("shared/decoder/projection.py", "inputs_of_a_graph_autocast", "told_of",
+         ("constant(projection.scaling)", "2 * constant(projection.scaling)")),
 ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-NORM = '[1e-06, 0.0, "first"]'  # Qwen3's descriptions, as `encoded` writes them
-INPUTS, OUTPUTS = f'[128, {NORM}, {NORM}, false, "halves", 0, null]', f'[{NORM}, {NORM}, {NORM}, "silu", 1.0]'
-
-
-def _projection_tensors(new, shapes, dtype, of_weights, adapters) -> tuple:
-    """(the tensors of each projection, what the backward pass finds made): of every second one with adapters, of all dtypes."""
-    tensors, made, tokens, rows_of_a = [], [], 6, []
+def _projections(package, new, shapes, kind, adapters, frozen) -> list:
+    """Projections, of which every second one has an adapter, of all dtypes."""
+    projection, found = part_of(package, "projection").Projection, []
     for i, (rows, columns) in enumerate(shapes):
-        weight = new(rows, columns, seed=20 + i, dtype=of_weights)
+        of_adapter = (torch.float32, new.dtype)[i % 4 // 2]
+        parts = [new(rows, columns, seed=20 + i, dtype=kind) * columns**-0.5, None, None, None, None]
         if adapters and i % 2 == 0:
-            kind = (torch.float32, dtype)[i % 4 // 2]
-            a, b = new(4 + i, columns, seed=30 + i, dtype=kind), new(rows, 4 + i, seed=40 + i, dtype=kind)
-            tensors += [weight, None, a, b, None if i else new(rows, seed=50, dtype=kind)]
-            rows_of_a.append(a)
-            made += [b.to(dtype)] if kind != dtype else []
-        else:
-            tensors += [weight, None, None, None, None]
-    before = []
-    if rows_of_a:
-        rank = sum(a.shape[0] for a in rows_of_a)
-        before.append(new(tokens, rank, seed=60))
-        if len(rows_of_a) > 1 or rows_of_a[0].dtype != dtype:
-            before.append(torch.cat([a.to(dtype) for a in rows_of_a]))
-    if of_weights != dtype:
-        before.append(torch.cat([weight.to(dtype) for weight in tensors[::5]]))
-    return tensors, before + made
+            parts[2:4] = new(4 + i, columns, seed=30 + i, dtype=of_adapter) * 0.1, new(rows, 4 + i, seed=40 + i, dtype=of_adapter) * 0.1
+            parts[4] = None if i else new(rows, seed=50, dtype=of_adapter)
+        leaves = [part if part is None or (frozen and not place) else part.requires_grad_() for place, part in enumerate(parts)]
+        found.append(projection(*leaves, 0.5 + i))
+    return found
 
 
-def _layers_of(new) -> dict:
-    """Calls by operator: plain, with adapters beside frozen weights, and over fp32 as under autocast."""
-    dtype = new.dtype
-    forward, backward, mlp, mlp_backward = [], [], [], []
-    for kind, adapters, frozen in ((dtype, False, False), (dtype, True, True), (torch.float32, True, False)):
-        x, norm = new(6, 1024, dtype=kind), new(1024, seed=1, dtype=kind)
-        heads, tables = ([new(*shape, 128, seed=2 + i, dtype=kind) for i in range(2)] for shape in ((), (1, 3)))
-        inputs, of_inputs = _projection_tensors(new, [(512, 1024)] * 3, dtype, kind, adapters)
-        grads = [new(2, 3, 4, 128, seed=70 + i).transpose(1, 2) for i in range(3)]
-        rstd = new(6, dtype=torch.float32, seed=75).abs()
-        forward.append((x, norm, *heads, *tables, INPUTS, [2, 3], dtype, inputs, [2.0, 1.0, 0.5]))
-        needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(inputs)]
-        backward.append((*grads, new(6, 1024, seed=73, dtype=kind), x, norm, *heads, *tables, INPUTS, dtype, inputs,
-                         [2.0, 1.0, 0.5], new(6, 1536, seed=74), [rstd, *of_inputs],
-                         [True, not frozen, not frozen, True, False, False, *needs]))  # fmt: skip
-        for attended in (None, new(6, 256, seed=76)):
-            groups = [[(1024, 256)]] * (attended is not None) + [[(96, 1024)] * 2, [(1024, 96)]]
-            found = [_projection_tensors(new, group, dtype, kind, adapters) for group in groups]
-            tensors, made = ([tensor for pair in found for tensor in pair[i]] for i in range(2))
-            scalings = [0.5] * (len(tensors) // 5)
-            mlp.append((x.view(2, 3, 1024), attended, None, norm, None, OUTPUTS, dtype, tensors, scalings))
-            stream, kept = (x.view(2, 3, 1024), [rstd]) if attended is None else (None, [x, rstd])
-            needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(tensors)]
-            # Where gate and up are made again, of a norm so small that fp16 holds what follows of them.
-            needs = [True, attended is not None, False, not frozen, False, *needs]
-            for both, weight in ((new(6, 192, seed=78), norm), (None, norm / 64)):
-                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), stream, attended, None, weight, None, OUTPUTS, dtype, tensors,
-                                     scalings, both, [*kept, *made], needs))  # fmt: skip
-    inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
-    return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}
+@functools.cache
+def _layers_of(package, new) -> list:
+    """Calls of all operators, (name, arguments): plain, with adapters beside frozen weights, and over fp32 as under autocast."""
+    nodes, spec = part_of(package, "nodes"), part_of(package, "spec")
+    with traced(package) as calls:
+        for kind, adapters, frozen in ((new.dtype, False, False), (new.dtype, True, True), (torch.float32, True, False)):
+            x, norm = new(2, 3, 1024, dtype=kind).requires_grad_(), new(1024, seed=1, dtype=kind).requires_grad_(not frozen)
+            heads, tables = ([new(*shape, 128, seed=2 + i, dtype=kind) for i in range(2)] for shape in ((), (1, 3)))
+            three = _projections(package, new, [(512, 1024)] * 3, kind, adapters, frozen)
+            results = nodes.norm_attention_inputs(x, norm, three, *heads, *tables, (2, 3), spec.Inputs(128), new.dtype)
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+            for attended in (None, new(6, 256, seed=76).requires_grad_()):
+                shapes = [(1024, 256)] * (attended is not None) + [(96, 1024)] * 2 + [(1024, 96)]
+                all_of, recompute = _projections(package, new, shapes, kind, adapters, frozen), (attended is None) == adapters
+                out = nodes.norm_mlp(x, norm, all_of, spec.Outputs(), attended, dtype=new.dtype, recompute=recompute)
+                out.backward(torch.ones_like(out))
+    return calls
 
 
-OPERATORS = {
-    name: lambda new, name=name: _layers_of(new)[name]
-    for name in ("norm_attention_inputs", "norm_attention_inputs_backward", "norm_mlp", "norm_mlp_backward")
-}
+def _calls_of(name, new):
+    return lambda package: [args for called, args in _layers_of(package, new) if called == name]
+
+
+OPERATORS = {name + end: functools.partial(_calls_of, name + end) for name in NODES for end in ("", "_backward")}

@@ -10,7 +10,7 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from ..ops.common import always
-from ..ops.swiglu import ONE_GEMM_FORWARD
+from ..ops.swiglu import are_few
 from .activation import gated_backward_in_place, gated_forward
 from .norms import norm_add_forward, norm_backward, norm_forward, normed_again
 from .projection import PartNeeds, Parts
@@ -100,7 +100,7 @@ def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both:
     """
     inner = groups.inner
     total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
-    gate, up = _gate_and_up(inner.forward(y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
+    gate, up = _gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both))
     del y
     hidden = gated_forward(gate, up, spec.activation)
     groups.down.begin(hidden)
@@ -171,7 +171,7 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     gate, up = saved.gate, saved.up
     if gate is None or up is None:
         normed = always(normed())
-        gate, up = _gate_and_up(inner.again(normed(), total.shape[0] <= ONE_GEMM_FORWARD, out=both))
+        gate, up = _gate_and_up(inner.again(normed(), are_few(total.shape[0]), out=both))
     need_total = need_join(need, needs.o or ())
     dbranch, dbehind = add_branch_backward(spec, dout, tensors.behind, saved.branch, saved.branch_rstd, dtype, need.behind)
     dlow = down.low_gradient((dbranch,))

@@ -2,11 +2,11 @@
 
 A half of a decoder layer is a forward function, a backward function and a description. `Node` makes the autograd function of them, which
 saves what the backward function reads, and whose calls are replayed where they can be; and it chooses PyTorch's operations where these must
-run instead.
+run instead. For a graph of torch.compile or torch.export it makes an operator of each of the two functions.
 """
 
 from functools import partial, update_wrapper
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -15,6 +15,7 @@ from ..ops.common import apply_function, once_differentiable
 from ..ops.second_run import Rest, apply_in_parts, unfinished
 from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
+from .graph import InGraph, in_graph_of
 from .projection import SIZE, FourBitWeight, Layout, Projection, by_projection, layout_of
 
 Shape = Tuple[type, Tuple[int, ...]]  # of a tree: its class, and for each field the length of a list, or ONE
@@ -53,14 +54,16 @@ class Given(NamedTuple):
     """What a node's functions compute with.
 
     tensors: the node's named tuple, None for what is absent, and in a backward pass for what the node does not keep. parts: the tensors of
-    all projections, as `tensors_of` lists them. sizes: the node's numbers. whole: what `side_by_side` finds of neighbouring weights.
+    all projections, as `tensors_of` lists them. sizes: the node's numbers, () in a backward pass. whole: what `side_by_side` finds of
+    neighbouring weights. in_graph: whether an operator runs, in which no two results may be parts of one tensor.
     """
 
     layout: Layout
     tensors: Any
     parts: list
     sizes: Tuple[int, ...]
-    whole: Optional[torch.Tensor] = None
+    whole: Optional[torch.Tensor]
+    in_graph: bool
 
 
 class Gradients(NamedTuple):
@@ -75,12 +78,14 @@ class Form:
 
     tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
     results, saved, started: the shapes of what the node's functions return, known once they have run; count: of the tensors in results.
+    order: in a graph, the place of each of `saved` among the operator's results, -1 for None.
     """
 
-    __slots__ = ("count", "dropped", "kind", "layout", "packed", "places", "results", "saved", "started", "tensors")
+    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "order", "packed", "places", "results", "saved", "started", "tensors")
 
-    def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool):
-        self.packed, self.count = packs and bool(layout.neighbours), 0
+    def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
+        self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
+        self.order: Sequence[int] = ()
         self.layout, self.kind = layout, type(tensors)
         self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self.tensors = len(self.places)
@@ -101,7 +106,7 @@ class Form:
         return self.layout.whole_of(present[self.tensors :])
 
     def given(self, present: Sequence, sizes: Tuple[int, ...], whole: Optional[torch.Tensor]) -> Given:
-        return Given(self.layout, *self.trees(present), sizes, whole)
+        return Given(self.layout, *self.trees(present), sizes, whole, self.in_graph)
 
     def present(self, gradients: Gradients) -> list:
         """Lists the gradients of what is present."""
@@ -130,7 +135,8 @@ class Node:
         backward: (`Given`, gradients of the results, saved, what needs a gradient as `Gradients`) -> `Gradients`.
         start, finish: forward in two parts for `apply_in_parts`: `Given` -> (started, saved), and (`Given`, started, saved) -> the only
             result, which has the first tensor's shape.
-        in_graph: what a graph of torch.compile or torch.export gets instead of `reference`, of the same arguments.
+        in_graph: what a graph gets instead of `reference`. Then forward returns contiguous tensors there, also by another layout; those
+            that are both results and saved are the last results and the first that are saved.
         passes_on: whether the first tensor is one more result, for the residual connection, and its gradient the last one.
         packs: whether `Given.whole` is read.
         dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
@@ -146,14 +152,13 @@ class Node:
         backward: Callable,
         start: Optional[Callable] = None,
         finish: Optional[Callable] = None,
-        in_graph: Optional[Callable] = None,
+        in_graph: Optional[InGraph] = None,
         passes_on: bool = False,
         packs: bool = True,
         dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
         in_parts: Callable[[Any], bool] = lambda tensors: True,
     ):
         self.check, self.reference, self.forward, self.backward = check, reference, forward, backward
-        self.in_graph = reference if in_graph is None else in_graph
         self.passes_on, self.packs, self.dropped = passes_on, packs, dropped
         self.start, self.finish, self.in_parts = start, finish, in_parts
         # A report of what is replayed names the node's own functions.
@@ -161,6 +166,7 @@ class Node:
         self.gradients = update_wrapper(partial(_gradients, self), backward)
         self.run_again, self.gradients_again = replayed_with_products(self.run), replayed_with_products(self.gradients)
         self.function = _function(name, self)
+        self.in_graph = None if in_graph is None else in_graph_of(self, in_graph)
 
     def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype):
         """Returns the results. tensors: the node's named tuple; groups: the projections by what they read; dtype: of the products."""
@@ -170,7 +176,9 @@ class Node:
         if compiling or not is_ordinary(*tensors, *dense):
             projections = [projection for group in groups for projection in group]
             self.check(spec, tensors, projections, sizes, dtype)
-            return (self.in_graph if compiling else self.reference)(spec, tensors, projections, sizes, dtype)
+            if compiling and self.in_graph is not None:
+                return self.in_graph(spec, tensors, groups, sizes, dtype, present)
+            return self.reference(spec, tensors, projections, sizes, dtype)
         layout = layout_of(spec, groups, dtype)
         form = self.form_of(layout, tensors)
         arguments = form, sizes, *[tensor for tensor in tensors if tensor is not None], *present
@@ -182,16 +190,20 @@ class Node:
         key = self, tuple([tensor is not None for tensor in tensors])
         found = layout.forms.get(key)
         if found is None:
-            found = layout.forms[key] = Form(layout, tensors, self.dropped(tensors), self.packs)
+            found = layout.forms[key] = self.new_form(layout, tensors)
         return found
+
+    def new_form(self, layout: Layout, tensors, in_graph: bool = False) -> Form:
+        return Form(layout, tensors, self.dropped(tensors), self.packs, in_graph)
 
 
 def _run(node: Node, *args) -> list:
     """Returns the results, or what `start` returns, and what is saved. args: what is present; whole, sizes, whether to finish, form."""
     *present, whole, sizes, finish, form = args
     given, layout = form.given(present, sizes, whole), form.layout
-    projections = [Projection(*each) for each in by_projection(given.parts)]
-    node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
+    if not form.in_graph:
+        projections = [Projection(*each) for each in by_projection(given.parts)]
+        node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
     first, saved = node.forward(given) if finish or node.start is None else node.start(given)
     form.saved = shape_of(saved)
     if finish:
@@ -199,18 +211,32 @@ def _run(node: Node, *args) -> list:
         form.count = count_of(form.results)
     else:  # whose layout may be a new one, of which nothing has finished yet
         form.started, form.count = shape_of(first), 1
-    return [*flat(first), *flat(saved)]
+    found = [*flat(first), *flat(saved)]
+    return _once_each(form, found) if form.in_graph else found
+
+
+def _once_each(form: Form, found: Sequence[Optional[torch.Tensor]]) -> List[torch.Tensor]:
+    """Returns what an operator returns of the results and what is saved, of which some may be both."""
+    places: Dict[int, int] = {}
+    results: List[torch.Tensor] = []
+    for tensor in found:
+        if tensor is not None and id(tensor) not in places:
+            places[id(tensor)] = len(results)
+            results.append(tensor.contiguous())
+    form.order = [-1 if tensor is None else places[id(tensor)] for tensor in found[form.count :]]
+    return results
 
 
 def _gradients(node: Node, *args) -> list:
-    """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, sizes, needs (of
-    what is present), form."""
-    *values, whole, sizes, needs, form = args
+    """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, needs (of what is
+    present), form."""
+    *values, whole, needs, form = args
     left, (tensors, parts) = iter(values), form.trees(needs)
     grads = [next(left) for _ in range(form.count + node.passes_on)]
-    given = form.given([next(left) for _ in needs], sizes, whole)
+    given = form.given([next(left) for _ in needs], (), whole)
     need = Gradients(form.kind(*map(bool, tensors)), parts)
-    return form.present(node.backward(given, grads, filled(form.saved, left), need))
+    found = form.present(node.backward(given, grads, filled(form.saved, left), need))
+    return [grad.contiguous() for grad in found if grad is not None] if form.in_graph else found
 
 
 def _function(name: str, node: Node):
@@ -222,7 +248,7 @@ def _function(name: str, node: Node):
         found = run(*present, whole, sizes, rest is None, form)
         first = form.count if rest is None else count_of(form.started)
         ctx.save_for_backward(*form.kept(present), *found[first:])
-        ctx.form, ctx.sizes = form, sizes
+        ctx.form = form
         if rest is not None:
             return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
         if node.passes_on:
@@ -234,7 +260,7 @@ def _function(name: str, node: Node):
         form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
         run = node.gradients_again if form.layout.replayable else node.gradients
         whole = form.whole_of(saved) if form.packed else None
-        return (None, None, None, *run(*grads, *saved, whole, ctx.sizes, needs, form))
+        return (None, None, None, *run(*grads, *saved, whole, needs, form))
 
     backward.__module__, backward.__qualname__ = node.backward.__module__, f"{name}.backward"
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from ..ops.autocast import casts_products_of
-from . import traced
 from .activation import gated_reference
 from .checks import check_inputs, check_mlp, split_groups
+from .graph import InGraph
 from .heads import Heads, heads_reference
 from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start, three_of
 from .node import Given, Gradients, Node
 from .norms import norm_reference
-from .projection import Projection, flat_parts, needs_in_parts, projection_reference, scalings_without_dropout, tensors_of
+from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
-from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, inputs_backward, inputs_forward
+from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward
 
 Tensors = Sequence[Projection]
 
@@ -67,29 +67,48 @@ def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Ten
 def _inputs(given: Given) -> Tuple[list, InputSaved]:
     (group,), tensors = given.layout.groups, given.tensors
     projections, stream = Projections(group, given.parts, given.whole), tensors.x.reshape(-1, tensors.x.shape[-1])
-    q, k, v, *saved = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections)
-    return [q, k, v], InputSaved._make([*saved, projections.made()])
+    projected = _side_by_side(given, tensors.x, group)
+    q, k, v, *saved = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections, projected)
+    found = InputSaved._make([*saved, projections.made()])
+    if projected is None:
+        return [q, k, v], found
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    return ([q, k, v], found) if found.q is None else ([q, k, projected], found._replace(q=projected, k=None))
+
+
+def _side_by_side(given: Given, x: torch.Tensor, group: Group) -> Optional[torch.Tensor]:
+    """In a graph, the matrix for a group's products, which must not share memory there only where weights lie side by side."""
+    if not given.in_graph:
+        return None
+    return x.new_empty((x.reshape(-1, x.shape[-1]).shape[0], sum(group.rows)), dtype=group.dtype)
+
+
+def _in_heads(found: Sequence[torch.Tensor]) -> list:
+    """q, k and v as attention takes them, of what the operator gives: v may be the last columns of all that was projected."""
+    q, k, v = found
+    if v.dim() == 2:
+        v = v[:, (q.shape[2] + k.shape[2]) * q.shape[3] :]
+        v = v.view(*q.shape[:2], v.shape[1] // q.shape[3], q.shape[3])
+    return [heads.transpose(1, 2) for heads in (q, k, v)]
 
 
 def _inputs_gradients(given: Given, grads: Sequence[torch.Tensor], saved: InputSaved, need: Gradients) -> Gradients:
     (dq, dk, dv, dstream), tensors = grads, given.tensors
     projections, _ = Projections.loaded(given.layout.groups[0], given.parts, saved.made, given.whole)
     stream, dstream = (tensor.reshape(-1, tensors.x.shape[-1]) for tensor in (tensors.x, dstream))
+    if saved.q is not None and saved.k is None:  # all that was projected
+        spec = given.layout.spec
+        q, k, _ = in_heads(spec, saved.q.split(spec.rows or projections.group.rows, 1), (dq.shape[0], dq.shape[2]))
+        saved = saved._replace(q=q, k=k)
     grads, needs = (dq, dk, dv, dstream), needs_in_parts(need.parts)
     found = inputs_backward(given.layout.spec, grads, tensors._replace(x=stream), saved, projections, need.tensors, needs)
     dx = None if found.x is None else found.x.view(tensors.x.shape)
     return Gradients(InputTensors._make([dx, *found[1:-1], None, None]), flat_parts(found.projections))
 
 
-def _inputs_in_graph(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Tuple[int, ...], dtype: torch.dtype):
-    parts, scalings, stream = tensors_of(projections), scalings_without_dropout(projections), tensors.x.flatten(0, -2)
-    q, k, v, x = traced.norm_attention_inputs(spec, tensors._replace(x=stream), sizes, dtype, parts, scalings)
-    return q, k, v, x.view(tensors.x.shape)
-
-
 _inputs_node = Node(
     "_NormAttentionInputs", check_inputs, norm_attention_inputs_reference, _inputs, _inputs_gradients,
-    in_graph=_inputs_in_graph, passes_on=True,
+    in_graph=InGraph("norm_attention_inputs", Inputs, InputTensors, InputSaved, ("cos", "sin"), _in_heads), passes_on=True,
 )  # fmt: skip
 
 
@@ -143,24 +162,27 @@ def _groups(given: Given) -> list:
     return list(zip(given.layout.groups, given.layout.by_group(given.parts)))
 
 
-def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections]) -> MLPSaved:
-    """What the backward pass reads of what was computed: without attention's branch the residual stream is x."""
-    total: Any = None if given.tensors.attended is None else saved.total
-    saved = saved._replace(total=total, made=all_made(found))
-    return saved._replace(gate=None, up=None) if given.layout.spec.recompute else saved
-
-
 def _stream(given: Given, saved: MLPSaved) -> torch.Tensor:
     """The residual stream after attention, flat."""
     return given.tensors.x.reshape(-1, given.tensors.x.shape[-1]) if saved.total is None else saved.total
+
+
+def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Optional[torch.Tensor]) -> MLPSaved:
+    """What the backward pass reads of what was computed: without attention's branch the residual stream is x."""
+    total: Any = None if given.tensors.attended is None else saved.total
+    saved = saved._replace(total=total, made=all_made(found))
+    if given.layout.spec.recompute:
+        return saved._replace(gate=None, up=None)
+    return saved if both is None else saved._replace(gate=both, up=None)
 
 
 def _mlp(given: Given, step=mlp_forward) -> Tuple[list, MLPSaved]:
     copies = Copies()
     found = of_second_half(_groups(given), given.whole, copies)
     copies.make()
-    first, saved = step(given.layout.spec.outputs, given.tensors, OutputGroups(*three_of(found)))
-    return [first], _saved(given, saved, found)
+    both = _side_by_side(given, given.tensors.x, found[-2].group)
+    first, saved = step(given.layout.spec.outputs, given.tensors, OutputGroups(*three_of(found)), both)
+    return [first], _saved(given, saved, found, both)
 
 
 def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
@@ -177,20 +199,20 @@ def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved,
     (dout,), layout = grads, given.layout
     found = OutputGroups(*three_of(of_second_half_loaded(_groups(given), saved.made, given.whole)))
     needs = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(need.parts)]))
-    saved = saved._replace(total=_stream(given, saved))
-    gradients = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs)
+    saved, both = saved._replace(total=_stream(given, saved)), None
+    if saved.gate is None:
+        both = _side_by_side(given, saved.total, found.inner.group)
+    elif saved.up is None:
+        gate, up = saved.gate.chunk(2, 1)
+        saved = saved._replace(gate=gate, up=up)
+    gradients = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
     return Gradients(OutputTensors._make([dx, *gradients[1:-1]]), flat_parts(*gradients.projections))
 
 
-def _mlp_in_graph(spec: MLPSpec, tensors: OutputTensors, projections: Tensors, sizes, dtype: torch.dtype):
-    parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
-    return traced.norm_mlp(spec.outputs, tensors, dtype, parts, scalings, spec.recompute)
-
-
 _mlp_node = Node(
     "_NormMLP", check_mlp, norm_mlp_reference, _mlp, _mlp_gradients, _start_mlp, _finish_mlp,
-    in_graph=_mlp_in_graph,
+    in_graph=InGraph("norm_mlp", MLPSpec, OutputTensors, MLPSaved),
     in_parts=lambda tensors: tensors.behind is None,  # its gradient needs the last product
     dropped=lambda tensors: () if tensors.attended is None else ("x",),
 )  # fmt: skip

@@ -113,22 +113,38 @@ def needs_in_parts(needs: Sequence) -> List[PartNeeds]:
     return [PartNeeds._make(each) for each in by_projection(needs)]
 
 
-def with_numbers(tensors: Sequence, scalings: Sequence[float]) -> List[Projection]:
-    """The projections without dropout of what `tensors_of` lists."""
-    return [Projection._make([*each, scaling, 0.0]) for each, scaling in zip(by_projection(tensors), scalings)]
-
-
 def is_traceable(projection: Projection) -> bool:
     """Whether a graph may contain a projection: nothing is drawn from a generator, and the weight is a tensor."""
     return not projection.dropout and not isinstance(projection.weight, FourBitWeight)
 
 
-def scalings_without_dropout(projections: Sequence[Projection]) -> List[float]:
-    """The scaling of each. Raises ValueError for what a graph has no operator for: `is_traceable` says so first."""
+def need_traceable(projections: Sequence[Projection]) -> None:
+    """Raises ValueError for what a graph has no operator for: `is_traceable` says so first."""
     for i, projection in enumerate(projections):
         if not is_traceable(projection):
             fail(f"projections[{i}]", "with dropout, or a weight in four bits", "neither, where torch.compile or torch.export traces")
-    return [constant(projection.scaling) for projection in projections]
+
+
+class Told(NamedTuple):
+    """Stands in for a tensor of a projection: all that its `Group` reads."""
+
+    shape: Sequence[int]  # the first number of it
+    dtype: torch.dtype
+
+
+def told_of(projection: Projection) -> tuple:
+    """All of a projection without dropout but its tensors, as constants of a graph."""
+    rank, rows = 0 if projection.a is None else constant(projection.a.shape[0]), constant(projection.weight.shape[0])
+    parts: tuple = projection[:SIZE]
+    return rows, rank, constant(projection.scaling), tuple([None if part is None else part.dtype for part in parts])
+
+
+def projection_of(told: Sequence) -> Projection:
+    """What `told_of` told, in JSON, with a `Told` for each tensor."""
+    rows, rank, scaling, dtypes = told
+    lengths = rows, rows, rank, rows, rows  # of `Parts`
+    parts = [None if dtype is None else Told((length,), getattr(torch, dtype[len("torch.") :])) for length, dtype in zip(lengths, dtypes)]
+    return Projection._make([*parts, scaling, 0.0])
 
 
 def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tensor:
@@ -185,18 +201,6 @@ class Group:
         self.rounds_weights = rounded and not self.four_bit  # all of them into one matrix
         self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
         self.replayable = not self.drops and not self.four_bit
-
-    def shapes_made(self, tensors: Sequence, tokens: int) -> List[Sequence[int]]:
-        """The shapes of what `Projections.made` lists, all of `dtype`. tensors: of `tensors_of`, without dropout."""
-        projections = with_numbers(tensors, self.scalings)
-        shapes: List[Sequence[int]] = [(tokens, self.rank)] if self.spans else []
-        columns = projections[0].weight.shape[1]
-        if self.makes_a:
-            shapes.append((self.rank, columns))
-        if self.rounds_weights:
-            shapes.append((sum(self.rows), columns))
-        adapters = ((i, projections[i].b) for i in self.spans)
-        return shapes + [b.shape for i, b in adapters if b is not None and self.dtypes[i].b != self.dtype]
 
 
 class Layout:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from ..ops.common import accumulation_dtype, always, describe, fail
 from ..ops.expert_gate import Gate, gate_backward, gate_forward
-from ..ops.swiglu import ONE_GEMM_FORWARD
+from ..ops.swiglu import are_few
 from .activation import gated_reference
 from .checks import check_like
 from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
@@ -65,7 +65,7 @@ def shared_reference(y: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
 def gate_and_up(y: torch.Tensor, inner: Projections, again: bool = False) -> torch.Tensor:
     """The products of gate and up side by side [tokens, 2 * width]. again: in a backward pass, bit for bit."""
     both = y.new_empty((y.shape[0], sum(inner.group.rows)))
-    (inner.again if again else inner.forward)(y, y.shape[0] <= ONE_GEMM_FORWARD, out=both)
+    (inner.again if again else inner.forward)(y, are_few(y.shape[0]), out=both)
     return both
 
 

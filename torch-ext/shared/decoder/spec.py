@@ -6,11 +6,9 @@
 Each of the norms may be absent: its weight is None then. A description is hashable, compares by value, and holds no tensor.
 """
 
-import functools
-import json
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple, get_type_hints
 
-from ..ops.common import constant, constant_when_traced
+from ..ops.common import constant
 
 
 class Norm(NamedTuple):
@@ -53,30 +51,12 @@ class Outputs(NamedTuple):
     multiplier: float = 1.0
 
 
-_text = constant_when_traced(lambda *values: json.dumps(values))
+def constants_of(spec):
+    """A description as plain tuples of constants, as a tracer knows them."""
+    return tuple([constants_of(part) for part in spec]) if isinstance(spec, tuple) else constant(spec)
 
 
-def encoded(spec: tuple) -> str:
-    """A description as text, for an operator of a graph, which takes numbers and text only and may be stored."""
-    # A tracer knows no named tuple as a constant.
-    return _text(*[tuple([constant(part) for part in value]) if isinstance(value, tuple) else constant(value) for value in spec])
-
-
-def _decoded(value):
-    return Norm(*value) if isinstance(value, list) and len(value) == 3 and isinstance(value[2], str) else value
-
-
-@functools.lru_cache(maxsize=None)
-def inputs_of(text: str) -> Inputs:
-    """The description that `encoded` wrote."""
-    found = Inputs(*map(_decoded, json.loads(text)))
-    if found.rows is None:
-        return found
-    q, k, v = found.rows  # a list in the text
-    return found._replace(rows=(q, k, v))
-
-
-@functools.lru_cache(maxsize=None)
-def outputs_of(text: str) -> Outputs:
-    """The description that `encoded` wrote."""
-    return Outputs(*map(_decoded, json.loads(text)))
+def spec_of(kind: type, told: Sequence) -> Any:
+    """The description of a class that was told as lists and numbers."""
+    parts = [spec_of(hint, part) if hasattr(hint, "_fields") else part for hint, part in zip(get_type_hints(kind).values(), told)]
+    return kind(*[tuple(part) if isinstance(part, list) else part for part in parts])

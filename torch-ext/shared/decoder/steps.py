@@ -1,5 +1,5 @@
-"""The computations behind a decoder layer's two autograd nodes, forward and backward, as plain functions. `nodes` wraps them for autograd,
-and `traced` as operators for torch.compile. The MLP is in `mlp_steps`, and the experts are in `sparse`.
+"""The computations behind a decoder layer's two autograd nodes, forward and backward, as plain functions, of which `nodes` makes nodes. The
+MLP is in `mlp_steps`, and the experts are in `sparse`.
 
 What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and act(gate) * up are
 computed again in the backward pass, bit for bit. Input gradients of several projections are added by the GEMMs, or by one GEMM where the
@@ -11,7 +11,7 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 
 from ..ops.common import always
-from ..ops.swiglu import ONE_GEMM_FORWARD
+from ..ops.swiglu import are_few
 from .heads import Heads, SavedHeads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
@@ -82,7 +82,7 @@ class InputGradients(NamedTuple):
     projections: List[Parts]
 
 
-def _in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[int]) -> List[torch.Tensor]:
+def in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[int]) -> List[torch.Tensor]:
     """q, k and v [batch, tokens, heads, head_dim] of what was projected, by three projections or a packed one."""
     if len(projected) == 1:
         projected = projected[0].split(spec.rows, 1)
@@ -95,12 +95,12 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
     rstd: Optionals
     y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype)
     # Without norms q and k as projected are not needed any more; v, a part of what they are in, would keep them.
-    in_one = q_norm is not None or x.shape[0] <= ONE_GEMM_FORWARD
+    in_one = q_norm is not None or are_few(x.shape[0])
     projected = group.forward(y, in_one, out=out)
     del y
     q: Optionals
     k: Optionals
-    q, k, v = _in_heads(spec, projected, shape)
+    q, k, v = in_heads(spec, projected, shape)
     q_out, k_out, q_rstd, k_rstd = heads_forward(spec, Heads(q, k, q_norm, k_norm, cos, sin))
     if q_norm is None:
         if out is None and len(projected) == 1:

@@ -30,7 +30,7 @@ _kernel = Kernel("low_rank_gradients", grid=_grid)
 def low_rank_add(y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, transposed: bool = False) -> None:
     """y [tokens, out] += low [tokens, rank] @ b, in place; b: [rank, out], or `transposed` [out, rank]."""
     kernel = _add_kernels[transposed]
-    if y.shape[0] <= FEW and kernels_run_on(y, low, b) and kernel.takes(y, low, b):
+    if kernels_run_on(y, low, b) and y.shape[0] <= FEW and kernel.takes(y, low, b):
         kernel(y, low, b)
     else:
         accumulate_product(y, low, b.t() if transposed else b)

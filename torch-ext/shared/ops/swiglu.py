@@ -162,11 +162,16 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 ONE_GEMM_FORWARD = 512
 
 
+def are_few(tokens) -> bool:
+    """Tells whether one GEMM takes the weights of gate and up. False for a symbol, on which a graph would then depend."""
+    return type(tokens) is int and tokens <= ONE_GEMM_FORWARD
+
+
 def gate_and_up(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, whole: Optional[torch.Tensor]
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """x @ gate_weight.T and x @ up_weight.T; x: [tokens, hidden]; whole: what `side_by_side` finds of the weights."""
-    if whole is None or x.shape[0] > ONE_GEMM_FORWARD:  # a tracer has no `whole`: its graph must not depend on the number of tokens
+    if whole is None or not are_few(x.shape[0]):
         return linear(x, gate_weight), linear(x, up_weight)
     both = linear(x, whole)
     return both[:, : gate_weight.shape[0]], both[:, gate_weight.shape[0] :]
