@@ -293,7 +293,7 @@ def main(arguments=None) -> int:
             print(f"{check}: {len(caught)} of {len(caught) + len(missed)} caught", *missed, sep="\n  ", flush=True)
             verdicts.write()
     verdicts.write()
-    caught = sum(map(verdicts.knows, MUTANTS))
+    caught = sum(map(Verdicts().knows, MUTANTS))
     print(f"{len(checks)} checks were run; {caught} of {len(MUTANTS)} planted errors are known to be caught")
     print("\n".join(f"not caught: {each}" for each in missing))
     return int(bool(missing))
