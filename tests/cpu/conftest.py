@@ -65,9 +65,12 @@ def in_force() -> set:
     found = set()
     for name, module in list(sys.modules.items()):
         families = getattr(module, "FAMILIES", None) if name.endswith(".targets") and name.count(".") == 1 else None
-        if families:
+        for targets in families or ():
             patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.patching"]
-            found.update((name, targets.model, operation) for targets in families for operation in patching.get_patched_ops([targets]))
+            for operation in targets.operations if targets.modeling in sys.modules else ():
+                owner, attribute, ours = patching._target(targets, operation)
+                if owner is not None and patching.ownership.current(owner, attribute) is patching.for_class(ours):
+                    found.add((name, targets.model, operation))
     for name in ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence", "trl.trainer.utils"):
         values = vars(sys.modules[name]).items() if name in sys.modules else ()
         found.update((name, attribute) for attribute, value in values if type(value).__name__ == "StandIn")
