@@ -23,6 +23,7 @@ if not __package__:  # run as a file
     __package__ = Path(__file__).absolute().parent.name
 
 from . import families, steps
+from .benchmark_qwen3 import Qwen3StepBenchmark
 from .memory import GiB
 from .providers import is_ours, require_modules
 from .step_results import Results
@@ -165,6 +166,15 @@ class TrainerResults(Results):
     def rate(self, tokens: int, ms: float) -> float:
         """Return tokens of texts a second."""
         return self.real[tokens] / ms * 1e3
+
+
+class Qwen3TrainerStepBenchmark(Qwen3StepBenchmark):
+    """The step of a model with checkpoints, as TRL's trainers set them by default, for `kernels benchmark`."""
+
+    def setup(self) -> None:
+        super().setup()
+        for model in (self.model, self.reference):
+            model.gradient_checkpointing_enable()
 
 
 def build(args) -> TrainerStepper:

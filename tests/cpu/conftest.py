@@ -61,7 +61,7 @@ def no_build_stays_registered():
 
 
 def in_force() -> set:
-    """What the packages that are loaded have put in the place of transformers' and TRL's own."""
+    """What the packages that are loaded have put in the place of transformers' own."""
     found = set()
     for name, module in list(sys.modules.items()):
         families = getattr(module, "FAMILIES", None) if name.endswith(".targets") and name.count(".") == 1 else None
@@ -71,17 +71,17 @@ def in_force() -> set:
                 owner, attribute, ours = patching._target(targets, operation)
                 if owner is not None and patching.ownership.current(owner, attribute) is patching.for_class(ours):
                     found.add((name, targets.model, operation))
-    for name in ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence", "trl.trainer.utils"):
-        values = vars(sys.modules[name]).items() if name in sys.modules else ()
-        found.update((name, attribute) for attribute, value in values if type(value).__name__ == "StandIn")
-    return found | {type(finder).__module__ for finder in sys.meta_path if hasattr(finder, "bastile_trl")}
+    return found
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_in_force():
-    """A test that leaves a package applied changes what the tests after it find, in whatever process they come to run."""
-    before = in_force()
+    """A test that leaves a package applied changes what the tests after it find, in whatever process they come to run. What one leaves in
+    the place of TRL's functions is taken back."""
+    before, finders = in_force(), [finder for finder in sys.meta_path if hasattr(finder, "bastile_trl")]
     yield
+    for finder in [finder for finder in sys.meta_path if hasattr(finder, "bastile_trl") and finder not in finders]:
+        sys.modules[type(finder).__module__].take_back()
     left = in_force() - before
     assert not left, f"this test left in force: {sorted(map(str, left))[:10]}"
 

@@ -167,6 +167,7 @@ def test_everything_that_was_measured_is_known():
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
     others = {"adamw", "generate", "host", *(f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp"))}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values(), *step_tables.TRL.values())}
+    others |= {f"{family}_sft_lora_16_checkpointing_{kind}" for family in families.FAMILIES for kind in ("padded", "packed")}
     others |= {f"{family}_step_{kind}" for family in families.FAMILIES for kind in ("skewed", "lora_16", "parts")}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 
