@@ -186,6 +186,7 @@ def test_a_row_that_says_too_little_does_not_serve(tried, monkeypatch, name, how
     decoders, own, (_, _, _, make, expected) = tried, too_little(tried, name), TOO_LITTLE[name]
     record_texts(decoders, own, monkeypatch)
     targets = (part(decoders, "targets")._targets(own),)
+    part(decoders, "shared.hf.ownership").claim_layers(targets)  # which the package's own rows share
     one_model, patching = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.patching")
     torch.manual_seed(0)
     model = make()
