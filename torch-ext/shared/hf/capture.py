@@ -49,7 +49,7 @@ from .graphed_layers import (
     run,
     without_tensors,
 )
-from .layer_calls import described, is_planned, obstacle, read_by_layer
+from .layer_calls import check_weights, described, is_planned, obstacle, read_by_layer
 from .modules import LAYER
 
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
@@ -370,14 +370,7 @@ def capture(layers: List[nn.Module], causal_lms: List[nn.Module], batch: int, to
     for name, number in (("batch", batch), ("tokens", tokens)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}, expected a positive int")
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    if not parameters or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
-        raise RuntimeError("the decoder layers are under FSDP, which moves their weights in each pass; a graph reads them where they were")
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1 or not can_record(*devices):
-        raise ValueError(
-            f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only"
-        )
+    check_weights(layers, can_record)
     place = layers[0].__dict__.get(GRAPHS)
     if place is None or place.model.layers != layers:
         model = Model(layers)

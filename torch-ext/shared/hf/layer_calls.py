@@ -1,6 +1,6 @@
 """What a call of a decoder layer is, for its replay: what stands in its way, and what has to be equal."""
 
-from typing import Optional
+from typing import Callable, Optional, Sequence
 
 import torch
 
@@ -15,6 +15,19 @@ from .watch import HOOKS, SIMPLE
 
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
 OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
+
+
+def check_weights(layers: Sequence[torch.nn.Module], can_record: Callable[[torch.device], bool]) -> None:
+    """Raises RuntimeError or ValueError where the weights of a model's layers keep their calls from being replayed. can_record: tells
+    whether a device has graphs."""
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    if not parameters or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        raise RuntimeError("the decoder layers are under FSDP, which moves their weights in each pass; a graph reads them where they were")
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or not can_record(*devices):
+        raise ValueError(
+            f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only"
+        )
 
 
 def obstacle(layer, x, args) -> Optional[Reason]:
