@@ -28,6 +28,7 @@ from .memory import GiB
 from .providers import is_ours, require_modules
 from .step_results import Results
 from .stepping import LOSSES, Recipe, child
+from .trl_losses import tokenizer
 
 ROWS, ACCUMULATED = 4, 2  # texts or rows of a forward pass, and passes of a step
 MEAN, SHORTEST = 450, 30  # of the texts' lengths, which are distributed exponentially
@@ -42,27 +43,16 @@ def texts(count: int, longest: int, vocab: int) -> dict[str, list[list[int]]]:
     return {"input_ids": [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in lengths.tolist()]}
 
 
-def tokenizer(vocab: int):
-    """Return one whose words are numbers, with the tokens that a trainer needs."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number for number in range(3, vocab)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
 def timed_by(stepper: "TrainerStepper"):
-    """Return a callback that notes when each step ends, how many tokens of texts it had, and what the device did in the last ones."""
+    """Return the class of a callback that notes when each step ends, the peak of the timed ones, and the device's time in the last ones."""
     from transformers import TrainerCallback
 
     class Noted(TrainerCallback):
-        ends: list[float] = []
-        device_ms: float | None = None
-        peak: float | None = None
-
         def __init__(self, warmup: int, steps: int):
-            self.ends, self.warmup, self.last = [], warmup, warmup + steps
+            self.warmup, self.last = warmup, warmup + steps
+            self.ends: list[float] = []
+            self.peak: float | None = None
+            self.device_ms: float | None = None
             self.profiler: torch.profiler.profile | None = None
 
         def on_train_begin(self, args, state, control, **kwargs):
@@ -88,7 +78,7 @@ def timed_by(stepper: "TrainerStepper"):
 
 @dataclass
 class TrainerStepper:
-    """What a measuring process steps: a trainer, made anew for each length. packing: of TRL's."""
+    """Measures a trainer, which it makes anew for each length. packing: whether TRL fills rows up with texts."""
 
     model: Any
     recipe: Recipe
@@ -135,7 +125,7 @@ class TrainerStepper:
                 use_cpu=not self.cuda, disable_tqdm=True, seed=0, data_seed=0,
             )  # fmt: skip
             trainer = Trainer(
-                model=self.model, args=config, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(self.vocab),
+                model=self.model, args=config, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
                 callbacks=[noted], peft_config=self.recipe.peft_config(),
             )  # fmt: skip
             with contextlib.redirect_stdout(sys.stderr):  # where the log of each step goes otherwise, among the reports
@@ -199,7 +189,7 @@ def main(arguments=None):
     args.providers = args.providers or PROVIDERS
     steps.check_providers(p, args, family)
     name = f"{family.name}_sft{steps.recipe_of(args).name}_{'packed' if args.packing else 'padded'}"
-    return steps.run_all(name, __file__, args, results=TrainerResults)
+    return steps.run_all(name, __file__, args, collect=TrainerResults)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def child_arguments(args, provider: str) -> list[str]:
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
-def run_all(kernel: str, script: str, args, gpus: int = 1, results: type[Results] = Results) -> Results:
+def run_all(kernel: str, script: str, args, gpus: int = 1, collect: type[Results] = Results) -> Results:
     """Run all providers in turns, every second round backwards, and write what they report as it comes."""
     if args.results is None and args.device.startswith("cuda"):
         args.results = records.RESULTS
@@ -95,22 +95,22 @@ def run_all(kernel: str, script: str, args, gpus: int = 1, results: type[Results
     if args.layers == models.size(args.model).layers:
         args.layers = None  # as without the option: the same rows of the results
     deadline = time.monotonic() + args.budget_s
-    found = results(kernel, args, gpus)
+    results = collect(kernel, args, gpus)
     for turn in range(args.rounds):
         for provider in args.providers[:: -1 if turn % 2 else 1]:
             if time.monotonic() > deadline:
-                found.add(provider, {"kind": "late"})
+                results.add(provider, {"kind": "late"})
                 continue
             log(f"{provider}, round {turn + 1}")
             group = Group(script, child_arguments(args, provider), gpus, args.fresh or provider in BEFORE_TRANSFORMERS)
             try:
                 for report in group.reports(deadline):
-                    found.add(provider, report)
-                    found.save()
+                    results.add(provider, report)
+                    results.save()
             finally:
                 group.end()
-    found.print_table()
-    return found
+    results.print_table()
+    return results
 
 
 def form_of(args) -> Form:
