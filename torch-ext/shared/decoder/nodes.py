@@ -168,7 +168,7 @@ def _stream(given: Given, saved: MLPSaved) -> torch.Tensor:
 
 
 def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Optional[torch.Tensor]) -> MLPSaved:
-    """What the backward pass reads of what was computed: without attention's branch the residual stream is x."""
+    """Keeps only what the backward pass reads. Without attention's branch the residual stream is x, which is kept anyway."""
     total: Any = None if given.tensors.attended is None else saved.total
     saved = saved._replace(total=total, made=all_made(found))
     if given.layout.spec.recompute:

@@ -140,7 +140,7 @@ def told_of(projection: Projection) -> tuple:
 
 
 def projection_of(told: Sequence) -> Projection:
-    """What `told_of` told, in JSON, with a `Told` for each tensor."""
+    """Rebuilds a projection from JSON of what `told_of` returned, with a `Told` in place of each tensor."""
     rows, rank, scaling, dtypes = told
     lengths = rows, rows, rank, rows, rows  # of `Parts`
     parts = [None if dtype is None else Told((length,), getattr(torch, dtype[len("torch.") :])) for length, dtype in zip(lengths, dtypes)]

@@ -172,7 +172,7 @@ def rounded_length(tokens: int) -> int:
 
 
 def _lengths_vary(decoder, tokens: int) -> bool:
-    """Tells whether a decoder got rows of several lengths. Where all are alike, tokens at their ends would be for nothing."""
+    """Tells whether the rows that a decoder has seen differ in length. If they are all the same, longer rows would gain nothing."""
     lengths = _lengths.setdefault(decoder, set())
     if len(lengths) < FEW:
         lengths.add(tokens)
