@@ -30,6 +30,14 @@ def test_a_kernelized_model_is_fused(qwen3):
     assert "not on a GPU" in found["kernels on cpu"]
 
 
+def test_the_page_on_troubles_has_a_line_for_every_reason(qwen3):
+    advice = importlib.import_module(f"{qwen3.__name__}.shared.hf.explanation").ADVICE
+    page = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(advice)
+    rows = qwen3.explain(qwen3.kernelize(tiny_model())).rows
+    assert {row.code for row in rows if not row.fused} == {"apart", "device"} and not any(row.code for row in rows if row.fused)
+
+
 def test_a_model_without_layers_of_ours(qwen3):
     rows = qwen3.explain(tiny_model()).rows
     assert {(row.part, row.count, row.advice) for row in rows[:2]} == {

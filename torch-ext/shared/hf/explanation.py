@@ -89,13 +89,15 @@ Found = Mapping[Tuple[str, Optional[Reason]], int]  # how many there are of each
 
 
 class Row(NamedTuple):
-    """part: of a model; count: how many of it there are; fused: whether it runs fused; reason: why not, or what holds it back; advice."""
+    """part: of a model; count: how many of it there are; fused: whether it runs fused; reason: why not, or what holds it back; advice;
+    code: of the reason, a key of `ADVICE`."""
 
     part: str
     count: int  # type: ignore[assignment]  # a tuple has a method of that name
     fused: bool
     reason: str
     advice: str
+    code: str = ""
 
 
 class Explanation(NamedTuple):
@@ -114,5 +116,6 @@ def explanation_of(found: Found, advice: Mapping[str, str] = ADVICE) -> Explanat
     """Makes the table. advice: by the codes of the reasons."""
     rows = []
     for (part, reason), count in found.items():
-        rows.append(Row(part, count, True, "", "") if reason is None else Row(part, count, False, reason.text, advice[reason.code]))
+        said = ("", "", "") if reason is None else (reason.text, advice[reason.code], reason.code)
+        rows.append(Row(part, count, reason is None, *said))
     return Explanation(tuple(rows))
