@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
-.PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage \
+.PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build wheel stage \
 	upload hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe \
 	bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-host bench-plots
 
@@ -54,6 +54,10 @@ test-sanitizer: $(READY) build ## compute-sanitizer's memcheck, racecheck and in
 build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
+
+wheel: $(READY) ## the package for pip, with every family and its kernels, under dist
+	$(BIN)/python -m tools.compile --wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 stage: build ## write each package as one self-contained tree for kernel-builder, under build/stage
 	$(BIN)/python -m tools.stage
@@ -122,4 +126,4 @@ check: $(READY) ## style and types
 	$(BIN)/mypy
 
 clean:
-	rm -rf build packages/*/build .cache torch-ext/*/cubins packages/*/torch-ext/*/cubins
+	rm -rf build dist packages/*/build .cache torch-ext/*/cubins packages/*/torch-ext/*/cubins

@@ -12,7 +12,8 @@ from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
     "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
-    "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
+    "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium",
+    "cwm", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
 )  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
@@ -29,6 +30,7 @@ CHANGES: dict = {
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "phi3": {"partial_rotary_factor": 0.5},
+    "cwm": {"bos_token_id": 1},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
@@ -87,6 +89,7 @@ VARIANTS: dict = {
     "olmo2": {"grouped keys": {"num_key_value_heads": 2}, "biases": {"attention_bias": True}, "scaled rope": {"rope_parameters": YARN}},
     "olmo3": {"windows": WINDOW, "windows in turns": IN_TURNS, "biases": {"attention_bias": True},
               "scaled rope": {**IN_TURNS, "rope_parameters": dict.fromkeys(IN_TURNS["layer_types"], YARN)}},
+    "gemma": {"biases": {"attention_bias": True}},
     "gemma2": {"no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
                "low caps": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}, "windows": IN_TURNS,
                "biases": {"attention_bias": True}, "tied": TIED},
@@ -96,6 +99,12 @@ VARIANTS: dict = {
     "glm": {"no biases": {"attention_bias": False}, "whole rotary": {"partial_rotary_factor": 1.0}, "tied": TIED},
     "glm4": {"no biases": {"attention_bias": False}, "whole rotary": {"partial_rotary_factor": 1.0}},
     "ernie4_5": {"biases": {"use_bias": True}, "tied": TIED},
+    "helium": {"tied": TIED, "biases": BIASES},
+    "cwm": {"windows in turns": IN_TURNS, "tied": TIED},
+    "apertus": {"biases": {"attention_bias": True}, "tied": TIED},
+    "arcee": {"biases": BIASES, "tied": TIED},
+    "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
+    "hunyuan_v1_dense": {"biases": {"attention_bias": True}, "tied": TIED},
 }  # fmt: skip
 # Options that every family has and some are tested with, the sizes that `tiny` gives, and those that a training step does not know.
 EVERYWHERE = (
@@ -245,6 +254,12 @@ def inputs_with_images(model, padded=False):
 TOKENS = random_tokens(2, 21)
 FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
 NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
+CALLED = {"apertus": "norm_mlp", "arcee": "norm_mlp", "exaone4": "norm_attention_inputs", "hunyuan_v1_dense": "norm_attention_inputs"}
+
+
+def nodes_of(name: str) -> list[str]:
+    """What a decoder layer of a family is: without the node of a part that is called as the module that it is."""
+    return [node for node in NODES if node != CALLED.get(name)]
 
 
 def step_of(model, **inputs):

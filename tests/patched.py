@@ -12,6 +12,11 @@ from tests.models import Step
 from tests.versions import forward_of
 
 
+def calls_of(package):
+    """What holds the calls of a loaded package, the rows that it serves and what stands in for what (`hf.interface.Interface`)."""
+    return sys.modules[f"{package.__name__}.api"]._calls
+
+
 def everything_of(modeling, classes):
     """All that can be found of a module of transformers, and of its classes of these names."""
     rotary = modeling.apply_rotary_pos_emb

@@ -54,7 +54,8 @@ def imported(name: str, source: bytes) -> Iterator[str]:
 
 
 def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
-    """The files of `folder` that a package's own files import, directly or through others of them, by their names in the build.
+    """The files of `folder` that a package's own files import, directly or through others of them, by their names in the build; with a
+    module the data beside it that has its name.
 
     So an edit of what a package does not use leaves its build, and its digest, as they were.
     """
@@ -66,12 +67,12 @@ def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
             if parts[:1] != (SHARED,):
                 continue
             # A package's own __init__ runs when a module of it is imported.
-            names = ["/".join((*parts[:i], "__init__.py")) for i in range(1, len(parts) + 1)] + [f"{module}.py"]
+            names = ["/".join((*parts[:i], "__init__.py")) for i in range(1, len(parts) + 1)] + [f"{module}.py", f"{module}.json"]
             for name in names:
                 path = folder.joinpath(*PurePosixPath(name).parts[1:])
                 if name not in found and path.is_file():
                     found[name] = path.read_bytes()
-                    waiting.append((name, found[name]))
+                    waiting += [(name, found[name])] if name.endswith(".py") else []
     return found
 
 

@@ -29,10 +29,21 @@ from tools.build_checks import check_code, check_occupancy, check_reasons, check
 from tools.build_record import read_spills, record, record_spills
 from tools.compiler import Job
 from tools.elf import resources
-from tools.kernel_package import Package, PackageError, package_folders, read_package
+from tools.kernel_package import Package, PackageError, package_folders, read_package, whole_package
 from tools.kernel_sources import SourceError
 from tools.pack import pack, write_folder
-from tools.targets import TARGETS, BuildError, Targets, operations, parse_targets, read_variants, targets_here, targets_of, variants_of
+from tools.targets import (
+    TARGETS,
+    BuildError,
+    Targets,
+    operations,
+    operations_of_all,
+    parse_targets,
+    read_variants,
+    targets_here,
+    targets_of,
+    variants_of,
+)
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
@@ -109,12 +120,19 @@ def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, byt
 
 
 def build(
-    package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1, recording: bool = False, like: str = ""
+    package: Package,
+    targets: Targets,
+    console: Console,
+    workers: int = os.cpu_count() or 1,
+    recording: bool = False,
+    like: str = "",
+    names: list[str] | None = None,
 ) -> dict[str, dict[str, int]]:
     """Compiles a package's kernels into torch-ext/<name>/cubins, and returns what they spill (`spills_of`). recording: whether they may
-    spill more than is recorded; like: the architecture whose variants these are, each target's own by default. Raises BuildError."""
+    spill more than is recorded; like: the architecture whose variants these are, each target's own by default; names: of the operations,
+    by default those that its kernels.toml names. Raises BuildError."""
     start = time.monotonic()
-    variants = read_variants(operations(package.folder))
+    variants = read_variants(operations(package.folder) if names is None else names)
     if like:
         variants = variants_of(variants, like, targets)
     total = sum(len(targets_of(variant, targets)) for _, variant in variants)
@@ -135,6 +153,7 @@ def build(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--package", help="the folder that holds build.toml and kernels.toml; default: every package of this repository")
+    parser.add_argument("--wheel", action="store_true", help="for the package that pip installs, which has the kernels of all the others")
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
     parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
     parser.add_argument("--like", default="", help="build the variants of this architecture, e.g. sm_120, to try them on another one's GPU")
@@ -150,6 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
         targets = targets_here() if options.here else parse_targets(options.targets)
         packages = [read_package(folder) for folder in package_folders(options.package)]
         spills: dict[str, dict[str, int]] = {} if options.package is None else read_spills()
+        if options.wheel:
+            names = operations_of_all([package.folder for package in packages])
+            build(whole_package(), targets, console, options.workers, like=options.like, names=names)
+            return 0
         for package in packages:
             spills |= build(package, targets, console, options.workers, options.record, options.like)
         if options.record:

@@ -16,7 +16,7 @@ def rows() -> tuple:
     """Returns the package's rows, read from its sources."""
     sys.path.insert(0, str(SOURCES))
     try:
-        return importlib.import_module("decoders.families").ROWS
+        return importlib.import_module("decoders.shared.rows.dense").ROWS
     finally:
         sys.path.remove(str(SOURCES))
 

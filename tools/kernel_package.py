@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import tomllib
@@ -110,6 +111,12 @@ def read_package(folder: str | Path = ".") -> Package:
         upstream=general.get("upstream"),
         source=general.get("source"),
     )
+
+
+def whole_package(root: str | Path = ROOT) -> Package:
+    """What pip installs from the repository: every family, with the kernels of all its packages. It is on no Hub."""
+    folder = Path(root).absolute()
+    return dataclasses.replace(read_package(folder), name="bastile", repo_id=None)
 
 
 def parse_python(source: str, where: str) -> ast.Module:

@@ -32,6 +32,11 @@ def operations(folder: Path) -> list[str]:
         return tomllib.load(file)["operations"]
 
 
+def operations_of_all(folders: list[Path]) -> list[str]:
+    """Those of several packages, each once."""
+    return list(dict.fromkeys(name for folder in folders for name in operations(folder)))
+
+
 def read_variants(names: list[str]) -> list[tuple[str, "Variant"]]:
     """(operation, variant) of every variant of the named modules. Raises BuildError when two have one name."""
     found = [(name, variant) for name in names for variant in importlib.import_module(f"kernel_src.{name}").variants()]

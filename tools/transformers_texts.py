@@ -1,6 +1,6 @@
 """Records what releases of transformers say in the functions that the layers stand in for or rely on.
 
-    python -m tools.transformers_texts 5.25.0        downloads releases and records them, in torch-ext/shared/hf/known_texts.py and in docs
+    python -m tools.transformers_texts 5.25.0        downloads releases and records them: torch-ext/shared/hf/known_texts.json and docs
     python -m tools.transformers_texts --add transformers.models.x.modeling_x XRMSNorm.forward XAttention.forward apply_rotary_pos_emb
                                                      records texts of a new family, in every tested release
     python -m tools.transformers_texts --check       says which texts of the installed release are not known
@@ -10,6 +10,7 @@ A release is recorded when the tests are green with it (make test-versions). Tex
 
 import argparse
 import difflib
+import json
 import re
 import runpy
 import subprocess
@@ -19,16 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = ROOT / "torch-ext/shared/hf/known_texts.py"
+KNOWN = ROOT / "torch-ext/shared/hf/known_texts.json"
 DOCUMENT = ROOT / "docs/integrations.md"
 ENVIRONMENTS = ROOT / "tests/environments.py"
 WHEELS = ROOT / ".cache/transformers"
 fingerprints: Callable = runpy.run_path(str(KNOWN.with_name("fingerprint.py")))["fingerprints"]
-HEAD = (
-    '"""Written by `python -m tools.transformers_texts`: the tested releases of transformers, and the texts that these have of each',
-    "function that the layers stand in for or rely on: the first release with a text, and its fingerprint (see `fingerprint`).",
-    '"""', "", "from typing import Dict, Tuple", "",
-)
 Texts = dict[str, dict[str, dict[str, str]]]  # module -> name -> the first release with a text -> its fingerprint
 
 
@@ -57,7 +53,7 @@ def installed_source(module: str) -> str:
 
 def tested() -> tuple[str, ...]:
     """The recorded releases, the oldest first."""
-    return runpy.run_path(str(KNOWN))["TESTED"]
+    return tuple(json.loads(KNOWN.read_text(encoding="utf-8"))["tested"])
 
 
 def unknown(texts: Texts, source: Callable[[str], str]) -> dict[tuple[str, str], str]:
@@ -89,18 +85,12 @@ def record(texts: Texts, tested: Sequence[str], sources: Mapping[str, Callable[[
 
 
 def written(texts: Texts, tested: Sequence[str]) -> str:
-    lines = [*HEAD]
-    lines += ["TESTED: Tuple[str, ...] = (" + ", ".join(f'"{version}"' for version in tested) + ",)",
-              "TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {"]
+    """The file, with a line for each name."""
+    modules = []
     for module, names in texts.items():
-        lines.append(f'    "{module}": {{')
-        for name, of_name in names.items():
-            row = [f'"{version}": "{fingerprint}"' for version, fingerprint in of_name.items()]
-            one_line = f'        "{name}": {{{", ".join(row)}}},'
-            many = [f"            {', '.join(row[i : i + 4])}," for i in range(0, len(row), 4)]
-            lines += [one_line] if len(one_line) <= 140 else [f'        "{name}": {{', *many, "        },"]
-        lines.append("    },")
-    return "\n".join([*lines, "}", ""])
+        rows = ",\n".join(f"   {json.dumps(name)}: {json.dumps(of_name)}" for name, of_name in names.items())
+        modules.append(f"  {json.dumps(module)}: {{\n{rows}\n  }}")
+    return f'{{\n "tested": {json.dumps(list(tested))},\n "texts": {{\n' + ",\n".join(modules) + "\n }\n}\n"
 
 
 def documented(text: str, tested: Sequence[str]) -> str:
@@ -137,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if sum(map(bool, (options.check, options.releases, options.add))) != 1:
         parser.error("expected releases to record, or --add, or --check")
-    known = runpy.run_path(str(KNOWN))
-    texts, releases = known["TEXTS"], known["TESTED"]
+    known = json.loads(KNOWN.read_text(encoding="utf-8"))
+    texts, releases = known["texts"], tuple(known["tested"])
     if options.add:
         module, *names = options.add
         texts.setdefault(module, {}).update({name: {} for name in names if name not in texts.get(module, {})})

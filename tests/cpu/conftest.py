@@ -64,8 +64,8 @@ def in_force() -> set:
     """What the packages that are loaded have put in the place of transformers' own."""
     found = set()
     for name, module in list(sys.modules.items()):
-        families = getattr(module, "FAMILIES", None) if name.endswith(".targets") and name.count(".") == 1 else None
-        for targets in families or ():
+        calls = getattr(module, "_calls", None) if name.endswith(".api") and name.count(".") == 1 else None
+        for targets in getattr(calls, "families", ()):
             patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.patching"]
             for operation in targets.operations if targets.modeling in sys.modules else ():
                 owner, attribute, ours = patching._target(targets, operation)

@@ -13,6 +13,7 @@ from tests.decoder_families import tiny
 from tests.models import Step, compiled_step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5
 from tests.op_cases import CASES
 from tests.ops.common import launched, randn
+from tests.patched import calls_of
 from tests.tolerances import assert_close, relative_error
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
@@ -121,7 +122,7 @@ def test_nothing_that_the_first_step_learns_makes_the_second_one_compile(qwen3):
     """A graph must not depend on what was found out while it was made: that costs as much again as the first compilation."""
     model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
     modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.modules")
-    for known in (modules._own, importlib.import_module(f"{qwen3.__name__}.families").QWEN3.known):
+    for known in (modules._own, calls_of(qwen3).rows[0].known):
         known.clear()  # as in a process that has not run a model yet
     assert checks.graphs_of(model, [ids, ids, ids], backend=BACKEND) == 1
     model(input_ids=ids, labels=ids)

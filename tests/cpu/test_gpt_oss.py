@@ -27,7 +27,7 @@ from tests.models import (
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS
-from tests.patched import called_operations, everything_of, install, step_without_small_gradients
+from tests.patched import called_operations, calls_of, everything_of, install, step_without_small_gradients
 from tests.tolerances import assert_close
 from tests.versions import DECORATORS
 
@@ -323,7 +323,7 @@ def test_layers_load_from_a_folder(gpt_oss, gpt_oss_folder, monkeypatch):
 
 # ---------------------------------------------------------------- warm-up
 def test_warm_up(gpt_oss):
-    model, warmup = tiny_gpt_oss(), sys.modules[gpt_oss.__name__ + ".warmup"]
+    model, warmup = tiny_gpt_oss(), calls_of(gpt_oss)
     state = torch.random.get_rng_state()
     assert gpt_oss.warmup_all_kernels() is None and gpt_oss.warmup_all_kernels(model) is None
     warmup.warm_up("cpu", torch.float32, warmup.case_of(model))

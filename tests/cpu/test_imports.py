@@ -1,4 +1,5 @@
-"""The order of imports: a package, shared.hf, shared.decoder, shared.ops, shared.runtime; none back, and no circles among modules."""
+"""The order of imports: a package, shared.rows, shared.hf, shared.decoder, shared.ops, shared.runtime; none back, and no circles among
+modules."""
 
 import ast
 import sys
@@ -7,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernel_package import package_folders, read_package
+from tools.kernel_package import package_folders, read_package, whole_package
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT / "torch-ext" / "shared"
-PACKAGES = [read_package(folder) for folder in package_folders(root=ROOT)]
+PACKAGES = [*(read_package(folder) for folder in package_folders(root=ROOT)), whole_package(ROOT)]
 # From the first to the last: a module imports of its own layer and of those after it.
-LAYERS = ("package", "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
+LAYERS = ("package", "shared.rows", "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
 TOP_LEVEL = {path.stem for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
 # What the modules of a folder may import of this repository.
 MAY_IMPORT = {

@@ -22,7 +22,7 @@ from tests.fake_driver import flip_a_bit
 from tools import assemble, publish
 from tools.card import IMAGE, card_values, fill_card, render_card
 from tools.hub_server import HubServer
-from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
+from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package, whole_package
 from tools.kernels_adapter import TESTED
 from tools.stage import stage
 from tools.targets import TARGETS, operations
@@ -195,7 +195,7 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
         [wheel] = (tmp_path / folder).glob("*.whl")
         names.append(set(zipfile.ZipFile(wheel).namelist()))
         gone.unlink(missing_ok=True)
-        write_no_kernels(read_package(tmp_path))
+        write_no_kernels(whole_package(tmp_path))
     assert names[0] - names[1] == {"bastile/shared/ops/gone.py"}
     assert names[1] - names[0] == {"bastile/cubins/manifest.json", "bastile/metadata.json"}
     zipfile.ZipFile(wheel).extractall(tmp_path)
@@ -205,6 +205,8 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
     with pytest.raises(found["ArtifactError"], match="bastile/metadata.json lists"):
         found["Artifacts"](tmp_path / "bastile/cubins").architectures()
     assert {"bastile/py.typed", "bastile/shared/runtime/artifacts.py"} <= names[1]
+    sources = {path.relative_to(ROOT / "torch-ext/shared") for path in (ROOT / "torch-ext/shared").rglob("*.py")}
+    assert {f"bastile/shared/{path.as_posix()}" for path in sources} <= names[1]
     assert (tmp_path / "build/torch-cpu").is_dir()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.models import Step, random_tokens, tiny_model
+from tests.patched import calls_of
 from tests.versions import DECORATORS, forward_of, needs_decorators
 
 TOKENS = random_tokens(2, 17)
@@ -566,7 +567,7 @@ def test_warm_up(qwen3):
     model = tiny_model()
     state = torch.random.get_rng_state()
     assert qwen3.warmup_all_kernels() is None and qwen3.warmup_all_kernels(model) is None
-    warmup = sys.modules[qwen3.__name__ + ".warmup"]
+    warmup = calls_of(qwen3)
     warmup.warm_up("cpu", torch.float32, warmup.case_of(model))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -575,7 +576,7 @@ def test_warm_up(qwen3):
 
 
 def test_clear_autotune_cache(qwen3, tmp_path, monkeypatch):
-    warmup = sys.modules[qwen3.__name__ + ".warmup"]
+    warmup = sys.modules[f"{qwen3.__name__}.shared.runtime.tuning"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("BASTILE_CACHE", raising=False)
     assert warmup.cache_file().parent == tmp_path / "cache/bastile"

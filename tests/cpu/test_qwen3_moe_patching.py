@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.models import Step, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
-from tests.patched import install, lora
+from tests.patched import calls_of, install, lora
 from tests.qwen3_moe_steps import EXPERTS, FACTOR, FUSED, LABELS, OPERATIONS, TOKENS, everything, exact_step, uses
 from tools.targets import operations
 
@@ -174,7 +174,7 @@ def test_pack(qwen3):
 
 # ---------------------------------------------------------------- warm-up, and with the kernels
 def test_warm_up(qwen3):
-    model, warmup = tiny_qwen3_moe(), sys.modules[qwen3.__name__ + ".warmup"]
+    model, warmup = tiny_qwen3_moe(), calls_of(qwen3)
     state = torch.random.get_rng_state()
     assert qwen3.warmup_all_kernels(model) is None
     assert warmup.case_of(model).sizes[7:9] == (40, 3)
@@ -188,7 +188,7 @@ def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, interpret, dtype)
     model = tiny_qwen3_moe(dtype, moe_intermediate_size=64, num_experts_per_tok=6)
     exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
     before = Step(model, input_ids=TOKENS, labels=LABELS)
-    warmup = sys.modules[f"{qwen3.__name__}.warmup"]
+    warmup = calls_of(qwen3)
     backend = interpret(qwen3, operations(ROOT))
     qwen3.kernelize(model)
     warmup.warm_up("cpu", dtype, warmup.case_of(model), tokens=TOKENS.numel())

@@ -27,6 +27,7 @@ from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, made_once, write_no_kernels
 from tests.integrations import __main__ as integrations
 from tests.integrations.trainers import tokenizer
+from tests.patched import calls_of
 from tests.versions import needs_decorators
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
@@ -414,7 +415,7 @@ def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
     shown = dict(re.findall(r'"(\w+)": "(\w+)"', PAGES[INTEGRATIONS]))
     assert (
         shown.items()
-        <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.targets"].DENSE.hub_names.items()}.items()
+        <= {name: layer.__name__ for name, layer in calls_of(loaded).families[0].hub_names.items()}.items()
     )
     assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {
         "Experts",

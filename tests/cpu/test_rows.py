@@ -5,8 +5,6 @@ import ast
 import functools
 import importlib
 import importlib.util
-import inspect
-import sys
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 
 from tests.decoder_families import FACTOR, NAMES, TOKENS, step_of, tiny
 from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
+from tests.patched import calls_of
 from tests.tolerances import assert_close
 from tools.transformers_texts import fingerprints
 
@@ -35,15 +34,14 @@ def part(package, name):
 
 
 def families_of(package):
-    return part(package, "targets").FAMILIES
+    return calls_of(package).families
 
 
 @pytest.mark.parametrize("fixture", PACKAGES)
 def test_every_row_has_a_small_model_and_its_texts_recorded(request, fixture):
     """`python -m tools.transformers_texts --add` records them. Without them a row does nothing."""
     package = request.getfixturevalue(fixture)
-    rows = [value for value in vars(part(package, "families")).values() if hasattr(value, "family")]
-    rows = getattr(part(package, "families"), "ROWS", rows)
+    rows = calls_of(package).rows
     recorded = part(package, "shared.hf.known_texts").TEXTS
     assert [own.family.model for own in rows if own.family.modeling not in recorded] == []
     assert [own.family.model for own in rows] == [targets.model for targets in families_of(package)]
@@ -104,6 +102,7 @@ def test_each_layer_is_transformers_own(request, fixture, name):
     """Before a row serves a class: every layer of a small copy alone, its result and all gradients."""
     package = request.getfixturevalue(fixture)
     [targets] = [targets for targets in families_of(package) if targets.modeling.split(".")[2] == name]
+    [called] = [own.family.called for own in calls_of(package).rows if own.family.modeling == targets.modeling]
     model = MODELS[fixture][name]()
     layers, found = layers_of(model, targets), []
     hooks = [layer.register_forward_pre_hook(lambda *given: found.append(given), with_kwargs=True) for layer in layers]
@@ -125,7 +124,8 @@ def test_each_layer_is_transformers_own(request, fixture, name):
     assert len(found) == len(layers) > 1
     for (layer, *given), wanted in zip(found, expected, strict=True):
         x = torch.empty((1, 1, next(iter(wanted.values())).shape[-1]))
-        assert {reason for _, reason in targets.explain_layer(layer, x)} == {None}
+        codes = {reason and reason.code for _, reason in targets.explain_layer(layer, x)}
+        assert codes == {None} if not called else {None, "called"} <= codes <= {None, "called", "node"}
         ours = run(layer, *given)
         assert ours.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -161,7 +161,7 @@ def too_little(decoders, name):
     """A row as `families.ROWS` has it."""
     names, options, classes, _, _ = TOO_LITTLE[name]
     sparse = part(decoders, "shared.hf.families").Sparse(classes)
-    return part(decoders, "families").row(*names, name, **options, sparse=sparse)
+    return part(decoders, "shared.rows.dense").row(*names, name, **options, sparse=sparse)
 
 
 def record_texts(decoders, own, monkeypatch):
@@ -185,13 +185,13 @@ def test_a_row_that_says_too_little_does_not_serve(tried, monkeypatch, name, how
     """The decoder layer stays transformers' own, with what the row would have to say; what else is known runs in ours."""
     decoders, own, (_, _, _, make, expected) = tried, too_little(tried, name), TOO_LITTLE[name]
     record_texts(decoders, own, monkeypatch)
-    targets = (part(decoders, "targets")._targets(own),)
+    targets = (part(decoders, "shared.hf.served").targets(own),)
     part(decoders, "shared.hf.ownership").claim_layers(targets)  # which the package's own rows share
     one_model, patching = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.patching")
     torch.manual_seed(0)
     model = make()
     before = step_of(model)
-    operations = dict.fromkeys(("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention"), True)
+    operations = dict.fromkeys(("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"), True)
     with pytest.warns(RuntimeWarning, match="decoder_layer.* transformers' own") as caught:
         one_model.kernelize(targets, model) if how == "kernelize" else patching.patch_classes(targets, operations)
     [said] = [str(each.message) for each in caught if "decoder_layer" in str(each.message)]
@@ -213,15 +213,10 @@ def test_a_row_without_texts_is_as_good_as_none(decoders, monkeypatch):
     without = str(decoders.explain(decoders.kernelize(model)))
     decoders.reset()
     assert "RMSNorm" in without and "yes" in without
-    own_rows = part(decoders, "families")
-    monkeypatch.setattr(own_rows, "ROWS", (*own_rows.ROWS, own))
-    source = inspect.getsourcefile(part(decoders, "targets"))
-    spec = importlib.util.spec_from_file_location(f"{decoders.__name__}.targets_with_one_more", source)
-    targets = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(targets)
-    one_model, shapes = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.shapes").Shapes(own_rows.ROWS)
+    [served] = calls_of(decoders).served
+    served = served._replace(rows=(*served.rows, own))
+    one_model, shapes = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.shapes").Shapes(served.rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one_model.kernelize(targets.FAMILIES, model, shapes=shapes)
-    assert str(one_model.explain(targets.FAMILIES, model, shapes)) == without
-    sys.modules.pop(spec.name, None)
+        one_model.kernelize(served.families(), model, shapes=shapes)
+    assert str(one_model.explain(served.families(), model, shapes)) == without

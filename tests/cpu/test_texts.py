@@ -3,8 +3,8 @@
 import ast
 import functools
 import importlib
+import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -24,11 +24,12 @@ from tests.models import (
     tiny_qwen3_5_with_vision,
     tiny_qwen3_moe,
 )
+from tests.patched import calls_of
 from tools import transformers_texts as tool
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN = runpy.run_path(str(tool.KNOWN))
-TEXTS, TESTED = KNOWN["TEXTS"], KNOWN["TESTED"]
+KNOWN = json.loads(tool.KNOWN.read_text())
+TEXTS, TESTED = KNOWN["texts"], tuple(KNOWN["tested"])
 TOKENS = random_tokens(2, 9)
 LABELS = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
 QWEN3, MOE, GPT_OSS, GEMMA3, MISTRAL, MINISTRAL3, MISTRAL3, QWEN2_5_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
@@ -129,8 +130,8 @@ def cases():
 @pytest.mark.parametrize(("fixture", "module", "name"), cases(), ids=lambda text: text.removeprefix("transformers."))
 def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_else(request, fixture, module, name, monkeypatch):
     package = request.getfixturevalue(fixture)
-    versions, patching, families = (part(package, name) for name in ("shared.hf.versions", "shared.hf.patching", "targets"))
-    families, argument_of = families.FAMILIES, part(package, "shared.hf.families").argument_of
+    versions, patching = (part(package, name) for name in ("shared.hf.versions", "shared.hf.patching"))
+    families, argument_of = calls_of(package).families, part(package, "shared.hf.families").argument_of
     left = {targets.model: expected_left(module, name, targets) for targets in families}
     assert any(left.values())
     source = versions.source_of(module)
@@ -201,7 +202,7 @@ def test_without_a_source_nothing_is_replaced(qwen3, monkeypatch):
 def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders, qwen3_5):
     needed = set()
     for package in (qwen3, gpt_oss, decoders, qwen3_5):
-        for targets in part(package, "targets").FAMILIES:
+        for targets in calls_of(package).families:
             for operation in targets.operations:
                 needed |= set(part(package, "shared.hf.versions").texts_of(targets, operation))
     assert needed == set(CASES)
@@ -270,9 +271,7 @@ def test_recording_a_release():
     assert not tool.unknown(texts, source(1)) and list(tool.unknown(texts, source(3))) == [("m", "f")]
     texts, tested = tool.record(texts, tested, {"5.11.0": source(1), "5.8.1": source(2)})
     assert tested == ("5.8.1", "5.9.0", "5.10.0", "5.11.0") and list(texts["m"]["f"]) == ["5.8.1", "5.9.0"]
-    file = {}
-    exec(tool.written(texts, tested), file)
-    assert (file["TEXTS"], file["TESTED"]) == (texts, tested)
+    assert json.loads(tool.written(texts, tested)) == {"texts": texts, "tested": list(tested)}
     row = tool.documented("| torch | 2 |\n| transformers | 5.17 | 5.23 | 5.17.0, 5.23.0 |\n", tested)
     assert row == "| torch | 2 |\n| transformers | 5.8 | 5.11 | 5.8.1, 5.9.0, 5.10.0, 5.11.0 |\n"
     assert "+    return 3" in tool.changes(source(1)("m"), source(3)("m"), "f")

@@ -20,6 +20,7 @@ from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import rms_norm, rotary
 from tests.ops.common import runtime_of
+from tests.patched import calls_of
 
 OPERATIONS = ("column_sum", "rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "scale", "adamw",
               "log_probs", "attention", "attention_plan", "experts", "routing", "grouped_gemm")  # fmt: skip
@@ -37,8 +38,8 @@ def package(tmp_path_factory):
 def runtime(package, tmp_path, monkeypatch):
     """The modules of the package, without a choice made. seconds: what a launch of a variant takes; timed: the variants timed."""
     found = runtime_of(package)
-    for name in ("shared.runtime.tuning", "warmup"):
-        setattr(found, name.rpartition(".")[2], importlib.import_module(f"{package.__name__}.{name}"))
+    for name in ("runtime.tuning", "hf.warmup"):
+        setattr(found, name.rpartition(".")[2], importlib.import_module(f"{package.__name__}.shared.{name}"))
     monkeypatch.setenv("BASTILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(found.tuning, "WORKING_SET", 1)
     monkeypatch.setattr(found.tuning, "ROUNDS", 3)
@@ -166,17 +167,17 @@ def test_every_candidate_is_right(runtime, package):
     assert {name for others in candidates.values() for name in others} <= set(runtime.launch.backend.launched)
 
 
-def test_the_warm_up_of_a_model_times_all_its_candidates(runtime, monkeypatch):
+def test_the_warm_up_of_a_model_times_all_its_candidates(package, runtime, monkeypatch):
     """The whole family's warm-up times all there are. Nothing is computed here."""
     names, candidates = [], candidates_of(runtime)
     monkeypatch.setattr(runtime.launch.backend, "prepare", lambda variant, *_: lambda *_: names.append(variant.name))
     monkeypatch.setattr(runtime.launch.backend, "elapsed", lambda device, work: work() and 1e-5)
     for name, zeros in (("empty", torch.zeros), ("empty_like", torch.zeros_like)):  # PyTorch reads where rows are; nothing has written it
         monkeypatch.setattr(torch, name, zeros)
-    monkeypatch.setattr(importlib.import_module(runtime.warmup.warm_up.__module__), "TOKENS", 1)
-    for case in runtime.warmup.FAMILY:
+    monkeypatch.setattr(runtime.warmup, "TOKENS", 1)
+    for case in calls_of(package).served[0].cases:
         small = case._replace(sizes=case.sizes._replace(intermediate=2048, vocabulary=16))
-        warm_up(runtime, partial(runtime.warmup.warm_up, "cpu", torch.bfloat16, small))
+        warm_up(runtime, partial(calls_of(package).warm_up, "cpu", torch.bfloat16, small))
     found = cached(runtime)["machines"]["interpreter of sm_100"]
     assert {default: {*times} for default, times in found.items()} == {d: {d, *others} for d, others in candidates.items()}
     assert {name for others in candidates.values() for name in others} <= set(names)

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests import environments
 from tests.models import tiny_model
+from tests.patched import calls_of
 from tools import transformers_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
 @pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
     package, before = request.getfixturevalue(fixture), {}
-    for targets in part(package, "targets").FAMILIES:
+    for targets in calls_of(package).families:
         for operation, (name, layer) in targets.classes.items():
             cls = getattr(importlib.import_module(targets.module_of(name)), name)
             before |= {cls: inspect.signature(cls.forward)} if operation in targets.losses() else {}

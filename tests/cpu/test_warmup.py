@@ -1,6 +1,5 @@
 """The warm-up of every family: it launches what a training step and an evaluation launch, so that neither loads a kernel."""
 
-import importlib
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ import torch
 from tests.cpu.conftest import FOLDERS, kernels_of
 from tests.decoder_families import NAMES, tiny
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
+from tests.patched import calls_of
 
 TOKENS = random_tokens(2, 21)
 MODELS = {
@@ -26,7 +26,7 @@ def test_a_step_launches_what_the_warm_up_did(request, interpret, monkeypatch, n
     """Nothing but the routing of experts is computed here: what is launched follows from shapes and dtypes."""
     of_package, make = MODELS[name]
     package, launched = request.getfixturevalue(of_package), set()
-    warmup = importlib.import_module(f"{package.__name__}.warmup")
+    warmup = calls_of(package)
     model = package.kernelize(make(torch.bfloat16).train())
     state = torch.random.get_rng_state()
     backend = interpret(package, kernels_of(FOLDERS[of_package]))

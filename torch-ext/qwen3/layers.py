@@ -1,9 +1,9 @@
 """The layers that take the place of Qwen3's and Qwen3-MoE's. They have no state: `self` is the module whose forward they become."""
 
-from .families import QWEN3, QWEN3_MOE
 from .shared.hf import layers
 from .shared.hf.causal_lm import causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.modules import Layer
+from .shared.rows.qwen3 import QWEN3, QWEN3_MOE
 
 
 class RMSNorm(Layer):
@@ -45,7 +45,7 @@ class DecoderLayer(Layer):
 class Model(Layer):
     """For Qwen3Model: the same, with attention of ours where it has the one that transformers chooses by default."""
 
-    forward = layers.model().forward
+    forward = layers.model(QWEN3.family).forward
 
 
 class CausalLM(Layer):
@@ -67,7 +67,7 @@ class MoeDecoderLayer(Layer):
 class MoeModel(Layer):
     """For Qwen3MoeModel: the same, with attention of ours where it has the one that transformers chooses by default."""
 
-    forward = layers.model().forward
+    forward = layers.model(QWEN3_MOE.family).forward
 
 
 class MoeCausalLM(Layer):

@@ -9,6 +9,7 @@ import torch
 
 from tests.compile_checks import compiled_with_masks
 from tests.decoder_families import (
+    CALLED,
     CHANGES,
     EVERYWHERE,
     FACTOR,
@@ -20,10 +21,12 @@ from tests.decoder_families import (
     VARIANTS,
     VISION,
     WINDOW,
+    nodes_of,
     step_of,
     tiny,
 )
 from tests.models import Step, check_compiled, compiled_whole, random_tokens
+from tests.patched import calls_of
 from tests.tolerances import assert_close, relative_error
 
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
@@ -38,16 +41,21 @@ def of_families(*names, kernels=FEW):
     return pytest.mark.parametrize("name, package", runs, indirect=["package"])
 
 
+CALLED_PARTS = {"norm_mlp": {"mlp"}, "norm_attention_inputs": {"self_attn"}}  # of a layer that lacks a node
+
+
 @of_families(*NAMES)
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
     package.kernelize(model)
     found = step_of(model)
-    assert calls == NODES * 2
+    assert calls == nodes_of(name) * 2
     found.assert_same(expected, FACTOR)
-    rows = {row.part: row.fused for row in package.explain(model).rows if "norm" in row.part or row.part == "o_proj"}
-    assert len(rows) == 3 and all(rows.values())
+    rows = {row.part: row.code for row in package.explain(model).rows if "norm" in row.part or row.part == "o_proj"}
+    assert len(rows) == (3 if "norm_attention_inputs" in nodes_of(name) else 1) - (name in CALLED and "o_proj" in rows)
+    assert set(rows.values()) == ({"", "node"} if "o_proj" in rows and name in CALLED else {""})
+    assert {row.part for row in package.explain(model).rows if row.code == "called"} == CALLED_PARTS.get(CALLED.get(name), set())
 
 
 def without_few_numbers(step):
@@ -63,7 +71,7 @@ def test_half_precision_is_as_exact_as_before(package, calls, name):
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)
-    assert calls == NODES * 2 * len(exact)
+    assert calls == nodes_of(name) * 2 * len(exact)
 
 
 @pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in VARIANTS[name]])
@@ -85,7 +93,7 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
     step_of(models[-1]).assert_same(expected[-1], FACTOR)
     if variant != "dropout":  # bf16 draws other numbers than fp32
         assert_err_no_more(steps_of_batches(half), before, exact)
-    assert set(calls) == (set() if variant == "another activation" else set(NODES))
+    assert set(calls) == (set() if variant == "another activation" else set(nodes_of(name)))
 
 
 def steps_of_batches(model):
@@ -140,6 +148,17 @@ def test_gradient_checkpointing(package, calls, name, keep_attention):
     package.kernelize(model, keep_attention=keep_attention)
     step_of(model).assert_same(expected, FACTOR)
     assert len(calls) == 8
+
+
+@pytest.mark.parametrize(("name", "option"), (("exaone4", "keep_attention"), ("arcee", "recompute_mlp")))
+def test_what_is_called_is_not_kept_or_made_again_and_says_so(package, name, option):
+    model = tiny(name)
+    expected = step_of(model)
+    if option == "keep_attention":
+        model.gradient_checkpointing_enable()
+    package.kernelize(model, **{option: True})
+    with pytest.warns(RuntimeWarning, match=rf"{option}: the \w+ of this \w+DecoderLayer is not fused"):
+        step_of(model).assert_same(expected, FACTOR)
 
 
 @of_families(*FEW, "gemma3_text", "phi3")
@@ -316,7 +335,7 @@ def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
 
 def test_every_row_of_the_package_is_tested(package):
     """In the order of the rows; a small model's class tells which row it is for."""
-    rows = importlib.import_module(f"{package.__name__}.families").ROWS
+    rows = calls_of(package).rows
     assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [own.family.causal_lm() for own in rows]
     assert CHANGES.keys() <= set(NAMES)
 

@@ -22,7 +22,7 @@ DELTA_NET = {
 }  # fmt: skip
 GATED_NORM = {"weight", "variance_epsilon", "activation"}
 LOOK_UPS = "getattr", "hasattr"
-OF_A_PART = {"weight", "bias", "float", "squeeze", "get", "dtype"}  # what may be read of a parameter, a submodule or a dictionary
+OF_A_PART = {"weight", "bias", "float", "squeeze", "get", "dtype", "to"}  # what may be read of a parameter, a submodule or a dictionary
 
 
 def accounted(family) -> Dict[str, Names]:
@@ -40,6 +40,8 @@ def accounted(family) -> Dict[str, Names]:
     cap = f"config.{family.softcap}"
     found = {f"{prefix}RMSNorm": NORM, f"{prefix}Attention": attention, f"{prefix}DecoderLayer": layer, family.causal_lm(): {*head, cap}}
     found.update({tower.name: {*head, cap} if tower.capped or tower.capped_since else head for tower in family.towers})
+    for name in (f"{prefix}Attention",) if "self_attn" in family.called else ():
+        del found[name]
     if family.mlp:
         found[family.mlp_class()] = {*family.gate_up, family.down, family.act}
     if sparse:

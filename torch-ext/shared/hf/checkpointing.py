@@ -193,6 +193,13 @@ def _warn_of(layer) -> None:
         _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
 
 
+def warn_of_called_attention(layer) -> None:
+    """Says once that `keep_attention` does nothing for a layer whose attention is called as the module that it is."""
+    if keeps_attention(layer):
+        what = f"keep_attention: the attention of this {type(layer).__name__} is not fused, it is computed again"
+        _warn_once(f"{what}. explain(model) says why")
+
+
 def warn_of_kept_mlp(layer) -> None:
     """Says once that `recompute_mlp` does nothing for a layer whose MLP is not in the fused node."""
     if recomputes_mlp(layer) and torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -24,7 +24,7 @@ from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
 from .arguments import CACHE, SINCE_5_24
-from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_kept_mlp
+from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_called_attention, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
 from .lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
@@ -56,7 +56,8 @@ class FusedLayer(OwnForwards):
         self.norms = tuple(name for name in family.norms if name)
         self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
         self.of_mlp = (*family.gate_up, family.down)  # the projections
-        self.rotary_functions = () if family.mixers else (ROTARY, *family.position_scale[:1])  # of the module
+        self.calls_attention, self.calls_mlp = "self_attn" in family.called, family.block in family.called
+        self.rotary_functions = () if family.mixers or self.calls_attention else (ROTARY, *family.position_scale[:1])  # of the module
         self.classes = (f"{family.prefix}DecoderLayer", *family.classes())
         self.specs: dict = {}  # descriptions that were made, by what they follow from
 
@@ -87,6 +88,12 @@ class FusedLayer(OwnForwards):
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
         """Runs attention on x, from the norm in front of it to the input of its output projection."""
+        if self.calls_attention:
+            warn_of_called_attention(layer)
+            norm = _part(layer, self.family.norms.inputs)
+            normed = x if norm is None else rms_norm(self.norm(eps_of(norm)), x, weight_of(norm))
+            given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
+            return Mixed(_parts(layer)["self_attn"](hidden_states=normed, **given)[0], None, x)
         q, k, v, residual = _attention_inputs(self, layer, x, position_embeddings)
         attention = _parts(layer)["self_attn"]
         if self.family.position_scale:
@@ -100,6 +107,8 @@ class FusedLayer(OwnForwards):
 
     def projection_groups(self, layer, x) -> Groups:
         """Groups attention's projections as `explain` shows them."""
+        if self.calls_attention:
+            return []
         inner, names = _parts(_parts(layer)["self_attn"]), self.family.qkv
         return [(f"norm, {', '.join(names)}, rotary", {name: inner[name] for name in names}), ("o_proj", {"o_proj": inner["o_proj"]})]
 
@@ -147,17 +156,19 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for name in family.absent:
         if parts.get(name) is not None:
             return Reason("model", f"the layer has {name}, which is called as it is")
-    mlp, inner = parts[family.block], {} if family.mixers else _parts(parts["self_attn"])
-    if not family.mixers and not own.run_by(parts["self_attn"]):
+    apart = not family.mixers and not own.calls_attention
+    mlp, inner = parts[family.block], _parts(parts["self_attn"]) if apart else {}
+    if apart and not own.run_by(parts["self_attn"]):
         return why_not_own(parts["self_attn"], "self_attn")
-    if not own.run_by(mlp):
+    if not own.calls_mlp and not own.run_by(mlp):
         return why_not_own(mlp, family.block)
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
         if not has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
             return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
-    activation = None if is_sparse(mlp) else _parts(mlp).get(family.act)
-    if not is_sparse(mlp) and not is_activation(activation, family.activation):
+    gated = not own.calls_mlp and not is_sparse(mlp)
+    activation = _parts(mlp).get(family.act) if gated else None
+    if gated and not is_activation(activation, family.activation):
         if isinstance(activation, (nn.SiLU, sys.modules[ACTIVATIONS].SiLUActivation)) and replaced_below(type(activation).forward):
             return Reason("below", replaced_below(type(activation).forward))
         return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
@@ -187,7 +198,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = own.projection_groups(layer, x)
     output = groups[-1][0] if groups else ""
-    if not is_sparse(block):
+    if not own.calls_mlp and not is_sparse(block):
         groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
     rows = []
     for part, linears in groups:
@@ -197,6 +208,8 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
         said = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
+    for name in family.called:
+        rows.append((name, Reason("called", f"{family.model}'s is called as the module that it is, and the layer around it is fused")))
     last, reason = rows[-1]
     if reason is not None:
         called = Reason("node", f"the node that it would be in is also that of {last}")
@@ -328,6 +341,8 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:
     """The projections of an MLP, or a block of experts, as the nodes take them; None where the module has to be called."""
+    if own.calls_mlp:
+        return None
     if own.family.sparse is not None and is_sparse(mlp):
         found = sparse_block_or_reason(own, own.family.sparse, mlp, x, dtype)
         return None if isinstance(found, Reason) else found

@@ -95,7 +95,9 @@ class Family(NamedTuple):
     takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
     where there is one. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
     LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and
-    "MLP" by default.
+    "MLP" by default. half_angles: whether cos and sin are half as wide as a head. called:
+    the layer's attributes of attention or the MLP where they compute what no row can say: they are called as the modules that they are,
+    and the layer around them is fused.
     """
 
     model: str
@@ -134,6 +136,8 @@ class Family(NamedTuple):
     positions: bool = True
     routed: bool = False
     mlp_name: str = ""
+    half_angles: bool = False
+    called: Tuple[str, ...] = ()
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
@@ -152,8 +156,10 @@ class Family(NamedTuple):
         return self.mlp_name or f"{self.prefix}MLP"
 
     def classes(self) -> Tuple[str, ...]:
-        """The classes whose forwards the fused decoder layer takes apart."""
-        names = [f"{self.prefix}RMSNorm", f"{self.prefix}Attention"]
+        """The classes whose forwards the fused decoder layer takes apart. What is called is not among them."""
+        names = [f"{self.prefix}RMSNorm"]
+        if "self_attn" not in self.called:
+            names.append(f"{self.prefix}Attention")
         if self.mlp:
             names.append(self.mlp_class())
         return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
@@ -176,6 +182,7 @@ class Targets(NamedTuple):
     layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
     decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
     elsewhere: class -> module, of those that are not in `modeling`. accounted: class -> what its row knows that the forward reads.
+    needs: the operations without which the fused decoder layer is off.
     """
 
     model: str
@@ -191,6 +198,7 @@ class Targets(NamedTuple):
     optional: Tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = {}
     accounted: Mapping[str, Names] = {}
+    needs: Tuple[str, ...] = ()
 
     def module_of(self, name: str) -> str:
         """transformers' module that defines a class or function of the family."""
@@ -217,8 +225,8 @@ class Layers(NamedTuple):
     towers: Tuple[Type[nn.Module], ...] = ()  # of each of the family's
 
 
-def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Module]]] = None) -> Targets:
-    """Makes the `Targets` of a row. own: the row's `FusedLayer`. hub_names: of layers beside those of the family's own classes."""
+def targets_of(own, layers: Layers) -> Targets:
+    """Makes the `Targets` of a row. own: the row's `FusedLayer`."""
     family: Family = own.family
     prefix, sparse = family.prefix, family.sparse
     classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
@@ -251,13 +259,14 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
             rotary_of(family), lambda: rotary_replaced(family.modeling), lambda: own_rotary(sys.modules[family.modeling])
         ),
         operations=operations,
-        hub_names={**common, **of_classes, **(hub_names or {})},
+        hub_names={**common, **of_classes},
         explain_layer=own.explain,
-        fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
+        fused=tuple(name for name in family.classes() if name not in (f"{prefix}RMSNorm", family.mlp_class())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
         optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
         elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
         accounted=accounted(family),
+        needs=tuple(name for name in ("rms_norm", "swiglu", "rope") if name in operations and not (name == "rope" and family.mixers)),
     )
 
 

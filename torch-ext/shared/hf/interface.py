@@ -1,19 +1,49 @@
 """What a user calls alike in every package that puts layers on models of transformers."""
 
-from . import doctor, one_model, ownership, patching, versions
-from .families import Families
+from typing import Any, Callable, Dict, Mapping, Sequence, Type
+
+from torch import nn
+
+from ..runtime.tuning import TOKENS, warm_up_models
+from . import doctor, one_model, options, ownership, patching, versions, warmup
+from .served import Served
+from .shapes import Shapes
+from .warmup import Case
 
 
 class Interface:
     """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
 
-    families: the tables of what stands in for what (`families.Targets`). package: the name of the package as it was imported. shapes: of
-    one that also serves models without a row (`shapes.Shapes`).
+    package: the name of the package as it was imported. served: the families that it serves. named: layers under names of the Hub that
+    several families share, or none has.
     """
 
-    def __init__(self, families: Families, package: str, shapes=None):
-        self._families, self._package, self._shapes = families, package, shapes
-        ownership.claim_layers(families)
+    def __init__(self, package: str, served: Sequence[Served], named: Mapping[str, Type[nn.Module]] = {}):
+        self._package, self.served, self._named = package, served, named
+        # A family may be served with others, too: the last row of it counts.
+        self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
+        self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
+        self._shapes = Shapes(self.rows) if any(each.shapes for each in served) else None
+        self.apply = self._make_apply()
+        ownership.claim_layers(self.families)
+
+    def _make_apply(self) -> Callable[..., None]:
+        """`apply` of the package, with the options of its families."""
+        names = tuple(dict.fromkeys(name for each in self.served for name in each.arguments()))
+        signature = options.signature_of(names)
+
+        def apply(*args, **kwargs):
+            self.put_on_classes(options.given(signature, args, kwargs))
+
+        apply.__signature__ = signature  # type: ignore[attr-defined]
+        apply.__doc__ = options.text_of(names, ", ".join(targets.model for targets in self.families))
+        apply.__module__ = self._package
+        return apply
+
+    def put_on_classes(self, given: Dict[str, Any]) -> None:
+        """What `apply` does. given: each of its options."""
+        told = [given.pop(name) for name in options.TOLD]
+        patching.patch_classes(self.families, given, *told)
 
     def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
@@ -34,17 +64,17 @@ class Interface:
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        options = attention, unpad, keep_attention, recompute_mlp, log_probs
-        return one_model.kernelize(self._families, model, mode, *options, self._shapes)
+        told = attention, unpad, keep_attention, recompute_mlp, log_probs
+        return one_model.kernelize(self.families, model, mode, *told, self._shapes)
 
     def explain(self, model):
         """Says what of a model runs fused, and of the rest why it does not and what to do about it.
 
         model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`,
-        `count`, `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast),
-        so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+        `count`, `fused`, `reason`, `advice` and `code`. The answer holds for the state in which the model is now (its adapters, hooks,
+        autocast), so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
         """
-        return one_model.explain(self._families, model, self._shapes)
+        return one_model.explain(self.families, model, self._shapes)
 
     def report(self, check=False):
         """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
@@ -54,13 +84,13 @@ class Interface:
         Returns a `Report`: printed, what belongs in a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
         `python -m bastile` prints it too, with `--check` for `check`.
         """
-        return doctor.report(self._package, check=check, more=self._texts())
+        return doctor.report(self._package, check=check, more=self._findings())
 
-    def _texts(self):
+    def _findings(self):
         """What of transformers has another text than in the tested releases."""
         if not versions.is_installed():
             return ()
-        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self._families})
+        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch, tokens):
@@ -81,7 +111,7 @@ class Interface:
         afterwards. batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this
         kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
         """
-        return one_model.capture(self._families, model, batch, tokens)
+        return one_model.capture(self.families, model, batch, tokens)
 
     def mapping(self, mode=None):
         """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
@@ -92,11 +122,11 @@ class Interface:
 
         Raises ImportError when transformers or `kernels` is absent or its version does not fit.
         """
-        return patching.mapping(self._families, mode)
+        return patching.mapping(self.families, mode, self._named)
 
     def get_patched_ops(self):
         """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
-        return patching.get_patched_ops(self._families)
+        return patching.get_patched_ops(self.families)
 
     def reset(self):
         """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
@@ -104,4 +134,27 @@ class Interface:
         Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported. What
         another of our packages serves stays as it is.
         """
-        patching.reset(self._families)
+        patching.reset(self.families)
+
+    def warmup_all_kernels(self, model=None):
+        """Loads what a model needs ahead of its first step, and finds the fastest kernels for this GPU.
+
+        Each operation runs once, forward and backward, on a few tokens. Where a kernel has several prebuilt candidates (most have them on
+        GPUs that we could not measure, few on an H200), they are timed, in a few seconds and 1.5 GiB at the sizes of an 8B model. The
+        measurements are kept in `cache_file()` by GPU, driver and build of this package: the next process only reads them. A process that
+        does not call this launches the default candidates. Two candidates may differ in the last bit of a result; two launches of one
+        never do.
+
+        model: whose layers, sizes, dtypes and GPUs; by default common sizes of the package's families in bf16 on the current GPU. The
+        model, its gradients and the random numbers are left alone. On a CPU there is nothing to load. Raises TypeError when the model is
+        of no family of the package.
+        """
+        warm_up_models(self.warm_up, model, self.case_of, [case for each in self.served for case in each.cases])
+
+    def warm_up(self, device, dtype, case: Case, tokens: int = TOKENS) -> None:
+        """Runs the layers of a case forward and backward on some tokens, as `warmup.warm_up`."""
+        next(each for each in self.served if case.own in each.rows).warm_up(device, dtype, case, tokens=tokens)
+
+    def case_of(self, model) -> Case:
+        """Reads the sizes of a model (`warmup.case_of`)."""
+        return warmup.case_of(model, self.rows, next((each.other for each in self.served if each.other is not None), None))

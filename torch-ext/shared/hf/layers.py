@@ -1,7 +1,9 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
-they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
+they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks. A row's
+layer is made once: a forward under several names is one function."""
 
-from typing import Any, Callable, Dict, Optional, Type
+import functools
+from typing import Any, Callable, Dict, Iterable, Optional, Type
 
 from ..decoder.spec import Norm
 from .arguments import forward_of
@@ -16,11 +18,12 @@ from .modules import Layer, rotary_forward
 from .vision import causal_lm_with_vision
 
 
-def _layer(forward: Callable[..., Any]) -> Type[Layer]:
+def _layer(name: str, forward: Callable[..., Any]) -> Type[Layer]:
     """A layer class with a forward of this package."""
-    return type("Layer", (Layer,), {"forward": forward, "__module__": __name__})
+    return type(name, (Layer,), {"forward": forward, "__module__": __name__})
 
 
+@functools.lru_cache(maxsize=None)
 def rms_norm_of(family: Family) -> Type[Layer]:
     """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
     norm = Norm(0.0, family.offset, family.rounds)
@@ -35,14 +38,27 @@ def rms_norm_of(family: Family) -> Type[Layer]:
         def forward(self, hidden_states):
             return norm_forward(norm, self, hidden_states)
 
-    return _layer(forward)
+    return _layer("RMSNorm", forward)
 
 
+def any_norm_of(rows: Iterable[FusedLayer]) -> Type[Layer]:
+    """The layer for the RMSNorms of all these families whose weight has no offset, and for any other that computes what Llama's does: the
+    Hub has one name for them all. Some multiply by the weight before they round: [..., n] -> [..., n]."""
+    last = {f"{own.family.prefix}RMSNorm" for own in rows if own.family.rounds == "last" and not own.family.offset}
+
+    def forward(self, hidden_states):
+        return norm_forward(Norm(rounds="last" if type(self).__name__ in last else "first"), self, hidden_states)
+
+    return _layer("RMSNorm", forward)
+
+
+@functools.lru_cache(maxsize=None)
 def rotary_layer_of(family: Family) -> Type[Layer]:
     """The layer for `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, width]."""
-    return _layer(rotary_forward(rotary_of(family)))
+    return _layer("RotaryPosEmb", rotary_forward(rotary_of(family)))
 
 
+@functools.lru_cache(maxsize=None)
 def mlp_of(family: Family) -> Type[Layer]:
     """The layer for a family's MLP: [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
     run = mlp_forward if family.activation == "silu" and len(family.gate_up) == 2 else gated_mlp_forward(family)
@@ -57,9 +73,10 @@ def mlp_of(family: Family) -> Type[Layer]:
         def forward(self, hidden_states):
             return run(self, hidden_states)
 
-    return _layer(forward)
+    return _layer("MLP", forward)
 
 
+@functools.lru_cache(maxsize=None)
 def experts_of(family: Family) -> Type[Layer]:
     """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
     forward: Callable[..., Any]
@@ -73,9 +90,10 @@ def experts_of(family: Family) -> Type[Layer]:
         def forward(self, hidden_states, top_k_index, top_k_weights):
             return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
-    return _layer(forward)
+    return _layer("Experts", forward)
 
 
+@functools.lru_cache(maxsize=None)
 def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
     family = own.family
@@ -89,9 +107,10 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     def run(self, given):
         return decoder_layer_forward(own, self, given)
 
-    return _layer(checkpointed(forward_of(names, run)))
+    return _layer("DecoderLayer", checkpointed(forward_of(names, run)))
 
 
+@functools.lru_cache(maxsize=None)
 def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:
     """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default.
 
@@ -109,14 +128,16 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
             given.update(arguments_for(tokens.shape[:2], given))
         return model_forward(self, given, told)
 
-    return _layer(forward_of(names, run))
+    return _layer("Model", forward_of(names, run))
 
 
+@functools.lru_cache(maxsize=None)
 def with_vision_of(family: Family, tower: Vision) -> Type[Layer]:
     """The layer for a family's model with a vision tower; the rest as of `causal_lm_of`."""
-    return _layer(causal_lm_with_vision(family, tower))
+    return _layer("WithVision", causal_lm_with_vision(family, tower))
 
 
+@functools.lru_cache(maxsize=None)
 def causal_lm_of(family: Family) -> Type[Layer]:
     """The layer for a family's causal LM. With labels in training mode the logits are never all in memory, and `logits` is None.
 
@@ -132,4 +153,4 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     def run(self, given):
         return causal_lm_forward(self, head=family.head(self.config), **given)
 
-    return _layer(forward_of([*names, "logits_to_keep"], run))
+    return _layer("CausalLM", forward_of([*names, "logits_to_keep"], run))

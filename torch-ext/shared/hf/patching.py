@@ -139,14 +139,14 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     options = _loss_options(wanted[LOSS])
     trl.options_of(log_probs)  # raises before anything is changed
     found = [prepare(targets) for targets in families]
-    note(unknown_of(found, wanted), stacklevel=3)
+    note(unknown_of(found, wanted), stacklevel=4)
     register(found)
     modules = _without_other_packages(families, _live_modules(families))
     for targets, unknown in found:
         other = ownership.holder(targets, families)
         if other:
             kept = "with what it was told: it is left alone. To change that, call reset() of that package first"
-            warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=4)
             continue
         for loss in targets.losses():
             _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
@@ -158,6 +158,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         _watch_decoders(targets, modules)
         said = {name: wanted[argument_of(name)] for name in targets.operations}
         asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
+        asked["decoder_layer"] = asked.get("decoder_layer", False) and all(asked[name] for name in targets.needs)
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
     trl.switch(log_probs, options)
@@ -203,7 +204,7 @@ def _patch_family(targets: Targets, wanted, modules):
     for name in targets.fused if wanted.get("decoder_layer") else ():
         stranger = ownership.stranger(targets, name)
         if stranger:
-            _warn_of_stranger(stranger, "decoder_layer", stacklevel=4)
+            _warn_of_stranger(stranger, "decoder_layer", stacklevel=5)
     for operation, on in wanted.items():
         (_put_on if on else _take_off)(targets, operation, modules)
 
@@ -214,7 +215,7 @@ def _put_on(targets: Targets, operation, modules):
     owner, attribute, replacement = _target(targets, operation)
     stranger = ownership.stranger(targets, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
     if stranger:
-        _warn_of_stranger(stranger, operation, stacklevel=5)
+        _warn_of_stranger(stranger, operation, stacklevel=6)
     if owner is None or (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
         return
     if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
@@ -272,7 +273,7 @@ def _bind_hidden(owner, replacement, modules):
                 others.append(module)
             else:
                 ownership.bind(module, replacement)
-    ownership.warn_of_others(others, stacklevel=6)
+    ownership.warn_of_others(others, stacklevel=7)
 
 
 def reset(families: Families):
@@ -356,8 +357,8 @@ def get_patched_ops(families: Families):
     return [operation for operation, on in found.items() if on]
 
 
-def mapping(families: Families, mode=None):
-    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
+def mapping(families: Families, mode=None, named: Mapping[str, type] = {}):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`."""
     found, kernels = [prepare(targets) for targets in families], kernels_library()
     note(unknown_of(found), stacklevel=3)
     register(found)
@@ -371,8 +372,8 @@ def mapping(families: Families, mode=None):
                 names = targets.hub_names
                 kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
-    named = [sys.modules[family.targets.modeling] for family in found if "rotary_pos_emb" in family.targets.hub_names]
-    if not all(isinstance(own_rotary(modeling), nn.Module) for modeling in named):
+    modelings = [sys.modules[family.targets.modeling] for family in found if "rotary_pos_emb" in family.targets.hub_names]
+    if not all(isinstance(own_rotary(modeling), nn.Module) for modeling in modelings):
         import transformers
 
         warnings.warn(
@@ -382,4 +383,4 @@ def mapping(families: Families, mode=None):
             RuntimeWarning,
             stacklevel=3,
         )
-    return mapping_of({name: layer for name, layer in hub_names_of(families).items() if name not in left}, mode)
+    return mapping_of({name: layer for name, layer in {**hub_names_of(families), **named}.items() if name not in left}, mode)

@@ -195,7 +195,7 @@ def case_of(model: nn.Module, rows: Sequence[FusedLayer], other: Optional[FusedL
         TypeError: for any other model.
     """
     config = next((module.config for module in model.modules() if hasattr(getattr(module, "config", None), "num_key_value_heads")), None)
-    own, layer = next(((own, each) for each in model.modules() for own in rows if _is_layer_of(own, each)), (other, None))
+    own, layer = next(((own, each) for each in model.modules() for own in rows if is_layer_of(own, each)), (other, None))
     if config is None or own is None:
         names = " or ".join(each.family.model for each in rows)
         raise TypeError(f"model is a {type(model).__name__} without a decoder layer and a configuration of {names}")
@@ -204,7 +204,8 @@ def case_of(model: nn.Module, rows: Sequence[FusedLayer], other: Optional[FusedL
     return Case(own, _sizes_of(config, own, getattr(first, "bias", None) is not None))
 
 
-def _is_layer_of(own: FusedLayer, module: nn.Module) -> bool:
+def is_layer_of(own: FusedLayer, module: nn.Module) -> bool:
+    """Tells whether a module is a decoder layer of a row."""
     # FSDP2 makes a class of its own that has the layer's among its bases.
     name = f"{own.family.prefix}DecoderLayer"
     return any(each.__name__ == name and each.__module__ == own.family.modeling for each in type(module).__mro__)
@@ -221,7 +222,7 @@ def _sizes_of(config, own: FusedLayer, bias: bool) -> Sizes:
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         vocabulary=config.vocab_size,
-        angles=int(head_dim * part) if family.partial else 0,
+        angles=int(head_dim * part) if family.partial else head_dim // 2 if family.half_angles else 0,
         expert=0 if sparse is None else getattr(config, "moe_intermediate_size", dense),
         top_k=0 if sparse is None else config.num_experts_per_tok,
         shared=getattr(config, "shared_expert_intermediate_size", 0) if sparse is not None and sparse.shared else 0,

@@ -1,7 +1,18 @@
 """Llama, Qwen, Mistral, Gemma, Phi and their kin with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
+from .api import (
+    apply,
+    capture,
+    clear_autotune_cache,
+    explain,
+    get_patched_ops,
+    kernelize,
+    mapping,
+    report,
+    reset,
+    warmup_all_kernels,
+)
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -10,7 +21,6 @@ from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import rotary
 from .shared.ops.swiglu import mlp, swiglu
-from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",

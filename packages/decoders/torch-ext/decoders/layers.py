@@ -1,21 +1,15 @@
 """The layers that stand in for more than one family's; those of one family are made from its row. They have no state: `self` is the module
 whose forward they become."""
 
-from .families import LLAMA, ROWS
-from .shared.decoder.spec import Norm
 from .shared.hf import layers
-from .shared.hf.forwards import norm_forward
 from .shared.hf.modules import Layer
-
-ROUND_LAST = {f"{own.family.prefix}RMSNorm" for own in ROWS if own.family.rounds == "last" and not own.family.offset}
+from .shared.rows.dense import LLAMA, ROWS
 
 
 class RMSNorm(Layer):
     """For the RMSNorm of Llama and its kin, and for OLMo's, which multiplies by the weight before it rounds: [..., n] -> [..., n]."""
 
-    def forward(self, hidden_states):
-        last = type(self).__name__ in ROUND_LAST
-        return norm_forward(Norm(rounds="last" if last else "first"), self, hidden_states)
+    forward = layers.any_norm_of(ROWS).forward
 
 
 class RotaryPosEmb(Layer):

@@ -1,14 +1,24 @@
 """GPT-OSS with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
+from .api import (
+    apply,
+    capture,
+    clear_autotune_cache,
+    explain,
+    get_patched_ops,
+    kernelize,
+    mapping,
+    report,
+    reset,
+    warmup_all_kernels,
+)
 from .norms import add_rms_norm, rms_norm
 from .shared.hf.optimizer import AdamW
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
-from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",

@@ -1,8 +1,8 @@
 """The layers that take the place of GPT-OSS's. They have no state: `self` is the module whose forward they become."""
 
-from .families import GPT_OSS
 from .shared.hf import layers
 from .shared.hf.modules import Layer
+from .shared.rows.gpt_oss import GPT_OSS
 
 
 class RMSNorm(Layer):
@@ -32,7 +32,7 @@ class DecoderLayer(Layer):
 class Model(Layer):
     """For GptOssModel: the same, with attention of ours where it has the one that transformers chooses by default."""
 
-    forward = layers.model().forward
+    forward = layers.model(GPT_OSS.family).forward
 
 
 class CausalLM(Layer):

@@ -1,7 +1,18 @@
 """Qwen3.5 with cuTile kernels: a prebuilt, deterministic gated delta rule with a backward pass on every GPU."""
 
 from . import layers
-from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
+from .api import (
+    apply,
+    capture,
+    clear_autotune_cache,
+    explain,
+    get_patched_ops,
+    kernelize,
+    mapping,
+    report,
+    reset,
+    warmup_all_kernels,
+)
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -11,7 +22,6 @@ from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.short_conv import short_conv
-from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",

@@ -1,11 +1,10 @@
 """The layers that take the place of Qwen3.5's and Qwen3-Next's, and those under the names that transformers opens for every gated delta
 net. They have no state: `self` is the module whose forward they become."""
 
-from .families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .shared.hf import delta_net, layers
-from .shared.hf.arguments import forward_of
 from .shared.hf.modules import Layer
-from .shared.hf.row_documents import documents_for
+from .shared.rows import qwen3_5 as rows
+from .shared.rows.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 
 class RMSNormZeroCentered(Layer):
@@ -17,8 +16,7 @@ class RMSNormZeroCentered(Layer):
 class RMSNormGated(Layer):
     """For the norm that follows a delta net: hidden_states and gate [..., n] -> [..., n]."""
 
-    def forward(self, hidden_states, gate):
-        return delta_net.gated_norm_forward(self, hidden_states, gate)
+    forward = rows.RMSNormGated.forward
 
 
 class RotaryPosEmb(Layer):
@@ -44,7 +42,7 @@ class Experts(Layer):
 class Qwen3_5GatedDeltaNet(Layer):
     """For the delta nets of all three: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
 
-    forward = forward_of(("hidden_states", "cache_params", "attention_mask"), lambda self, given: delta_net.delta_net_forward(self, given))
+    forward = rows.GatedDeltaNet.forward
 
 
 class ChunkGatedDeltaRule(Layer):
@@ -90,7 +88,7 @@ class Model(Layer):
     """For Qwen3_5TextModel, Qwen3_5MoeTextModel and Qwen3NextModel: finds documents in position_ids where the caller gave no more, which
     transformers does not do."""
 
-    forward = layers.model(arguments_for=documents_for).forward
+    forward = rows.Model.forward
 
 
 class CausalLM(Layer):

@@ -1,9 +1,23 @@
-"""The model families that the package serves, a row each."""
+"""The dense decoders: Llama, Qwen, Mistral, Gemma, Phi and their kin."""
 
-from .shared.hf.decoder_layer import FusedLayer
-from .shared.hf.families import Family, LayerNorms, Vision
+from ..hf.decoder_layer import FusedLayer
+from ..hf.families import LOSS, Family, LayerNorms, Vision
+from ..hf.served import Served
+from ..hf.warmup import Case, Sizes
+from .qwen3 import QWEN3, WINDOW
+from .towers import (
+    GEMMA3_VISION,
+    IDEFICS3_VISION,
+    INTERNVL_VISION,
+    LLAVA_NEXT_VISION,
+    LLAVA_ONEVISION_VISION,
+    LLAVA_VISION,
+    MISTRAL3_VISION,
+    PALIGEMMA_VISION,
+    QWEN2_VL,
+    SMOLVLM_VISION,
+)
 
-WINDOW = (("sliding_window", "sliding_window"),)
 OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
 BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -18,55 +32,6 @@ GEMMA = {
     "positions_first": True,
     "softcap": "final_logit_softcapping",
 }
-GEMMA_VISION = (
-    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
-    "use_cache", "logits_to_keep", "mm_encoder_outputs",
-)  # fmt: skip
-# Its forward leaves the logits as they are, whatever final_logit_softcapping says.
-GEMMA3_VISION = Vision("Gemma3ForConditionalGeneration", GEMMA_VISION, capped=False, rest="lm_kwargs")
-MISTRAL3 = (
-    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
-    "logits_to_keep", "image_sizes", "mm_encoder_outputs",
-)  # fmt: skip
-LLAVA = (
-    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "vision_feature_layer",
-    "vision_feature_select_strategy", "labels", "logits_to_keep", "image_sizes", "mm_encoder_outputs",
-)  # fmt: skip
-LLAVA_NEXT = (
-    "input_ids", "pixel_values", "image_sizes", "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
-    "vision_feature_layer", "vision_feature_select_strategy", "labels", "use_cache", "logits_to_keep", "mm_encoder_outputs",
-)  # fmt: skip
-LLAVA_ONEVISION = (
-    "input_ids", "pixel_values", "image_sizes", "pixel_values_videos", "image_sizes_videos", "attention_mask", "position_ids",
-    "past_key_values", "inputs_embeds", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
-    "batch_num_images", "labels", "use_cache", "logits_to_keep", "mm_encoder_outputs",
-)  # fmt: skip
-IDEFICS3 = (
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "pixel_values", "pixel_attention_mask",
-    "mm_encoder_outputs", "labels", "use_cache", "logits_to_keep",
-)  # fmt: skip
-
-
-def tower(prefix: str, folder: str, arguments: tuple, **options) -> Vision:
-    """Makes a model with a vision tower that is in a module of its own, for any family. prefix, folder: as of `row`."""
-    modeling = f"transformers.models.{folder}.modeling_{folder}"
-    return Vision(f"{prefix}ForConditionalGeneration", arguments, capped=False, modeling=modeling, **options)
-
-
-MISTRAL3_VISION = tower("Mistral3", "mistral3", MISTRAL3)
-LLAVA_VISION = tower("Llava", "llava", LLAVA)
-LLAVA_NEXT_VISION = tower("LlavaNext", "llava_next", LLAVA_NEXT)
-LLAVA_ONEVISION_VISION = tower("LlavaOnevision", "llava_onevision", LLAVA_ONEVISION)
-PALIGEMMA_VISION = tower("PaliGemma", "paligemma", GEMMA_VISION, capped_since=(5, 23))
-INTERNVL_VISION = tower("InternVL", "internvl", LLAVA)
-IDEFICS3_VISION = tower("Idefics3", "idefics3", IDEFICS3, former="image_hidden_states")
-SMOLVLM_VISION = tower("SmolVLM", "smolvlm", IDEFICS3, former="image_hidden_states")
-# The arguments of the forward of Qwen2.5-VL; Qwen2-VL has all but one.
-QWEN2_VL = (
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "pixel_values",
-    "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts", "logits_to_keep",
-    "mm_encoder_outputs",
-)  # fmt: skip
 QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
 
 
@@ -81,7 +46,7 @@ QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW,
 ROWS = (
     LLAMA,
     QWEN2,
-    row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW, towers=(INTERNVL_VISION,)),
+    FusedLayer(QWEN3.family._replace(towers=(INTERNVL_VISION,))),
     row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True,
         whole=Vision("Qwen3VLForConditionalGeneration", deepstack=True)),
     row("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", **QWEN2_VL_TEXT, decoder="Qwen2_5_VLTextModel",
@@ -101,10 +66,29 @@ ROWS = (
         dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),
     row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, options=WINDOW),
+    row("Gemma", "Gemma", "gemma", offset=1.0, rounds="last", activation="gelu_tanh", norm_argument="x"),
     row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping")),
         towers=(PALIGEMMA_VISION,)),
     row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", towers=(GEMMA3_VISION,)),
     row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
     row("GLM-4", "Glm4", "glm4", **PACKED, norms=GLM4, rotary="pairs", partial=True),
     row("ERNIE 4.5", "Ernie4_5", "ernie4_5", rotary="pairs"),
+    row("Helium", "Helium", "helium", rotary="pairs", rounds="last"),
+    row("CWM", "Cwm", "cwm", options=WINDOW),
+    row("Apertus", "Apertus", "apertus", norms=LayerNorms("attention_layernorm", None, "feedforward_layernorm", None), qk_norm="head",
+        mlp=False, called=("mlp",)),
+    row("Arcee", "Arcee", "arcee", mlp=False, called=("mlp",)),
+    row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
+    row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", called=("self_attn",)),
+)
+SERVED = Served(
+    rows=ROWS,
+    options=("rms_norm", "swiglu", "rope", LOSS, "decoder_layer", "attention", "unpad"),
+    cases=(  # Llama 3.1 8B and 3.2 3B, Qwen2.5 7B
+        Case(LLAMA, Sizes(4096, 14336, 32, 8, 128, 128256)),
+        Case(LLAMA, Sizes(3072, 8192, 24, 8, 128, 128256)),
+        Case(QWEN2, Sizes(3584, 18944, 28, 4, 128, 152064, bias=True)),
+    ),
+    other=LLAMA,
+    shapes=True,
 )

@@ -1,0 +1,178 @@
+"""The package that pip installs: one call for any model, with its own kernels or those of the Hub's packages."""
+
+import importlib.util
+import inspect
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from tests.cpu.conftest import REPOSITORY
+from tests.decoder_families import FACTOR, TOKENS, tiny
+from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+from tests.patched import step_without_small_gradients
+from tools.kernel_package import package_folders, public_names, read_package
+
+# One model of each package, by the package that serves it.
+MODELS = {
+    "bastile/qwen3": tiny_qwen3_moe,
+    "bastile/gpt-oss": tiny_gpt_oss,
+    "bastile/qwen3_5": tiny_qwen3_5,
+    "bastile/decoders": lambda: tiny("gemma2", attn_implementation="eager"),
+}
+FIXTURES = {"bastile/qwen3": "qwen3", "bastile/gpt-oss": "gpt_oss", "bastile/qwen3_5": "qwen3_5", "bastile/decoders": "decoders"}
+SOURCES = REPOSITORY / "torch-ext" / "bastile"
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The package from its sources, under a name of its own."""
+    name = "bastile_front"
+    spec = importlib.util.spec_from_file_location(name, SOURCES / "__init__.py", submodule_search_locations=[str(SOURCES)])
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    yield package
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def bastile(whole):
+    yield whole
+    whole.reset()
+
+
+@pytest.fixture
+def hub(request, bastile, monkeypatch):
+    """An installation without kernels on a machine with a GPU, and the Hub: {name: package} of what was loaded from there."""
+    found, calls = {}, sys.modules[f"{bastile.__name__}.api"]._calls
+    monkeypatch.setattr(calls, "_loaded", {})
+    monkeypatch.setattr(type(calls), "has_kernels", lambda self: False)
+
+    def get_kernel(name, version, trust_remote_code):
+        assert version == 1 and trust_remote_code == [name] and name not in found
+        found[name] = request.getfixturevalue(FIXTURES[name])
+        return found[name]
+
+    front = sys.modules[f"{bastile.__name__}.front"]
+    monkeypatch.setattr(front, "kernels_library", lambda: types.SimpleNamespace(get_kernel=get_kernel))
+    yield found
+    bastile.reset()
+
+
+def is_fused(package, model) -> bool:
+    """Tells whether all of a model is fused that can be on a CPU, without `pack`."""
+    left = {row.part for row in package.explain(model).rows if not row.fused}
+    return not {part for part in left if "as one GEMM" not in part and part not in ("kernels on cpu", "attention")}
+
+
+def step_of(model):
+    return step_without_small_gradients(model, input_ids=TOKENS, labels=TOKENS)
+
+
+def test_it_has_every_family_and_every_public_function_of_the_others(bastile):
+    packages = [read_package(folder) for folder in package_folders(root=REPOSITORY)]
+    served = [package for package in packages if package.module != "liger"]  # which has a surface of its own
+    api = sys.modules[f"{bastile.__name__}.api"]
+    assert [each.name for each in api.PACKAGES] == list(MODELS) and set(MODELS) == {package.repo_id for package in served}
+    for package in served:
+        names = public_names((package.sources / "__init__.py").read_text(), package.name)
+        assert set(names) - {"layers"} <= set(bastile.__all__), package.name
+        [mine] = [each for each in api.PACKAGES if each.name == package.repo_id]
+        assert set(mine.served.arguments()) <= set(inspect.signature(bastile.apply).parameters)
+    for name in ("apply", "reset", "get_patched_ops", "warmup_all_kernels", "clear_autotune_cache"):
+        assert callable(getattr(bastile, name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_line_serves_a_model_of_any_family(bastile, name):
+    model = MODELS[name]()
+    expected = step_of(model)
+    assert bastile.kernelize(model) is model
+    found = step_of(model)
+    found.assert_same(expected, FACTOR)
+    assert found.output.logits is None
+    assert is_fused(bastile, model)
+
+
+def test_apply_has_the_options_of_all_families(bastile):
+    """`moe` is another name for experts. Each family takes what it has, and its fused layer needs no option that it has not."""
+    models = {name: make() for name, make in MODELS.items()}
+    expected = {name: step_of(model) for name, model in models.items()}
+    bastile.apply()
+    assert {"swiglu", "experts", "delta_net", "gated_rms_norm", "rope"} <= set(bastile.get_patched_ops())
+    for name, model in models.items():
+        step_of(model).assert_same(expected[name], FACTOR)
+        assert is_fused(bastile, model), name
+    bastile.apply(moe=False, swiglu=False)
+    assert not {"experts", "swiglu"} & set(bastile.get_patched_ops()) and "delta_net" in bastile.get_patched_ops()
+    for wrong in ({"moe": True, "experts": True}, {"cheese": True}):
+        with pytest.raises(TypeError, match=r"apply\(\): got an unexpected keyword argument '(moe|cheese)'; its options are rms_norm"):
+            bastile.apply(**wrong)
+    bastile.reset()
+    assert bastile.get_patched_ops() == []
+
+
+def test_gpt_oss_is_fused_without_an_mlp(bastile):
+    """The option of a part that a family has not changes nothing there."""
+    bastile.apply(swiglu=False)
+    assert is_fused(bastile, tiny_gpt_oss()) and not is_fused(bastile, tiny_model())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bastile, hub, name, caplog):
+    model = MODELS[name]()
+    expected = step_of(model)
+    with caplog.at_level("INFO"):
+        bastile.kernelize(model)
+    assert list(hub) == [name] and f"taking them from the Hub, {name} version 1" in caplog.text
+    step_of(model).assert_same(expected, FACTOR)
+    assert type(model).forward.__module__.startswith("transformers") and str(bastile.explain(model)) == str(hub[name].explain(model))
+    assert f"loaded: {name}" in next(finding.found for finding in bastile.report().findings if finding.name == "kernels from")
+    assert bastile.warmup_all_kernels(model) is None and list(hub) == [name]
+    bastile.reset()
+    assert "forward" not in vars(model)
+
+
+def test_without_kernels_apply_takes_every_package_of_the_hub(bastile, hub):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bastile.apply(keep_attention=True, delta_net=False, moe=False)
+    assert list(hub) == list(MODELS)
+    patched = {name: package.get_patched_ops() for name, package in hub.items()}
+    assert "delta_net" not in patched["bastile/qwen3_5"] and "experts" not in patched["bastile/gpt-oss"]
+    assert "gated_rms_norm" in bastile.get_patched_ops()
+    assert is_fused(bastile, tiny_model()) and is_fused(bastile, MODELS["bastile/decoders"]())
+    bastile.reset()
+    assert bastile.get_patched_ops() == [] == [name for package in hub.values() for name in package.get_patched_ops()]
+
+
+def test_without_kernels_the_layers_of_kernels_are_those_of_a_package(bastile, hub):
+    with pytest.raises(RuntimeError, match=r"no layers to map to. Take those of a package: bastile/qwen3 \(Qwen3 or Qwen3-MoE\)"):
+        bastile.mapping()
+
+
+@pytest.mark.parametrize("found", ([], ["sm_90"], "damaged"))
+def test_it_looks_for_its_own_kernels_on_a_machine_with_a_gpu(bastile, monkeypatch, found):
+    """One whose kernels are damaged says so itself when it launches one."""
+    calls, launch = (sys.modules[f"{bastile.__name__}.{name}"] for name in ("api", "shared.runtime.launch"))
+    error = sys.modules[f"{bastile.__name__}.shared.runtime.artifacts"].ArtifactError
+
+    def architectures():
+        if found == "damaged":
+            raise error("damaged")
+        return found
+
+    monkeypatch.setattr(launch, "backend", types.SimpleNamespace(artifacts=types.SimpleNamespace(architectures=architectures)))
+    assert calls._calls.has_kernels()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert calls._calls.has_kernels() is bool(found)
+
+
+def test_a_model_of_no_family_is_refused_by_name(bastile):
+    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50))
+    with pytest.raises(TypeError, match="model is a BertModel without any of transformers' Qwen3 or "):
+        bastile.kernelize(model)

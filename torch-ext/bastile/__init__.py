@@ -1,0 +1,60 @@
+"""Bastile: models of transformers with cuTile kernels, faster training in less memory, the same results. `bastile.kernelize(model)` finds
+the family by the model and the kernels where they are: in this package, or in the one of the Hub that has them."""
+
+from .api import (
+    apply,
+    capture,
+    clear_autotune_cache,
+    explain,
+    get_patched_ops,
+    kernelize,
+    mapping,
+    report,
+    reset,
+    warmup_all_kernels,
+)
+from .shared.hf.optimizer import AdamW
+from .shared.hf.packing import pack
+from .shared.ops.attention import AttentionPlan, attention
+from .shared.ops.experts import experts
+from .shared.ops.gated_delta_rule import gated_delta_rule
+from .shared.ops.gated_delta_step import gated_delta_step
+from .shared.ops.gated_rms_norm import gated_rms_norm
+from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_divergence import linear_divergence
+from .shared.ops.linear_log_probs import linear_log_probs
+from .shared.ops.rms_norm import add_rms_norm, rms_norm
+from .shared.ops.rotary import qk_norm_rotary, rotary
+from .shared.ops.short_conv import short_conv
+from .shared.ops.swiglu import mlp, swiglu
+
+__all__ = [
+    "AdamW",
+    "AttentionPlan",
+    "add_rms_norm",
+    "apply",
+    "attention",
+    "capture",
+    "clear_autotune_cache",
+    "experts",
+    "explain",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_rms_norm",
+    "get_patched_ops",
+    "kernelize",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_log_probs",
+    "mapping",
+    "mlp",
+    "pack",
+    "qk_norm_rotary",
+    "report",
+    "reset",
+    "rms_norm",
+    "rotary",
+    "short_conv",
+    "swiglu",
+    "warmup_all_kernels",
+]

@@ -1,0 +1,37 @@
+"""The functions that users call, for every family."""
+
+from .front import Front, OnHub
+from .shared.hf.layers import any_norm_of
+from .shared.rows import dense, gpt_oss, qwen3, qwen3_5
+from .shared.runtime.tuning import clear_autotune_cache
+
+__all__ = [
+    "apply",
+    "capture",
+    "clear_autotune_cache",
+    "explain",
+    "get_patched_ops",
+    "kernelize",
+    "mapping",
+    "report",
+    "reset",
+    "warmup_all_kernels",
+]
+
+
+PACKAGES = (
+    OnHub("bastile/qwen3", qwen3.SERVED),
+    OnHub("bastile/gpt-oss", gpt_oss.SERVED),
+    OnHub("bastile/qwen3_5", qwen3_5.SERVED),
+    OnHub("bastile/decoders", dense.SERVED),
+)
+_calls = Front(__package__, PACKAGES, {"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})
+apply = _calls.apply
+kernelize = _calls.kernelize
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels

@@ -1,0 +1,113 @@
+"""One front door for every family: finds the package that serves a model, and where its kernels are.
+
+| this machine                     | what serves a model                                                        |
+|----------------------------------|----------------------------------------------------------------------------|
+| has no GPU                       | this package, in PyTorch's operations                                      |
+| has one, and the package kernels | this package (`make wheel` puts the kernels of all families into it)       |
+| has one, and the package none    | the package of the Hub that has them, loaded when a model needs it          |
+"""
+
+import logging
+import warnings
+from typing import List, Mapping, NamedTuple, Sequence
+
+import torch
+from torch import nn
+
+from .shared.hf.doctor import Finding
+from .shared.hf.families import names_of
+from .shared.hf.hub import kernels_library
+from .shared.hf.interface import Interface
+from .shared.hf.served import Served
+from .shared.runtime import launch
+from .shared.runtime.artifacts import ArtifactError
+
+VERSION = 1  # of the Hub's packages
+logger = logging.getLogger(__package__)
+
+
+class OnHub(NamedTuple):
+    """A package of the Hub, and the families that it serves."""
+
+    name: str
+    served: Served
+
+
+class Front(Interface):
+    """The calls of the package that pip installs. packages: of the Hub, in whose order a model's is looked for; the last one takes the
+    models of no family."""
+
+    def __init__(self, package: str, packages: Sequence[OnHub], named: Mapping[str, type] = {}):
+        super().__init__(package, [each.served for each in packages], named)
+        self._packages, self._loaded = packages, {}  # type: Sequence[OnHub], Dict[str, Any]
+
+    def has_kernels(self) -> bool:
+        """Tells whether this package serves the machine itself: it has kernels, or there is no GPU. A damaged one says so when it is used,
+        instead of being passed over."""
+        if not torch.cuda.is_available():
+            return True
+        try:
+            return bool(launch.backend.artifacts.architectures())
+        except ArtifactError:
+            return True
+
+    def from_hub(self, name: str):
+        """Loads a package of the Hub, once, and says so."""
+        if name not in self._loaded:
+            logger.info("this installation has no kernels: taking them from the Hub, %s version %d", name, VERSION)
+            self._loaded[name] = kernels_library().get_kernel(name, version=VERSION, trust_remote_code=[name])
+        return self._loaded[name]
+
+    def _of(self, model: nn.Module):
+        """What serves a model: this package's own calls, or a package of the Hub."""
+        if self.has_kernels():
+            return super()
+        found = next((each for each in self._packages if each.served.serves(model)), self._packages[-1])
+        return self.from_hub(found.name)
+
+    def put_on_classes(self, given):
+        if self.has_kernels():
+            return super().put_on_classes(given)
+        for each in self._packages:
+            package = self.from_hub(each.name)
+            with warnings.catch_warnings():  # Qwen3 is served by two of them
+                warnings.filterwarnings("ignore", message=".* is served by the package .* already", category=RuntimeWarning)
+                package.apply(**{name: given[name] for name in each.served.arguments()})
+
+    def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+        told = {"attention": attention, "unpad": unpad, "keep_attention": keep_attention, "recompute_mlp": recompute_mlp}
+        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs)
+
+    def explain(self, model):
+        return self._of(model).explain(model)
+
+    def capture(self, model, batch, tokens):
+        return self._of(model).capture(model, batch, tokens)
+
+    def warmup_all_kernels(self, model=None):
+        if model is not None:
+            return self._of(model).warmup_all_kernels(model)
+        if self.has_kernels():
+            return super().warmup_all_kernels()
+        for each in self._packages:
+            self.from_hub(each.name).warmup_all_kernels()
+
+    def mapping(self, mode=None):
+        if not self.has_kernels():
+            names = ", ".join(f"{each.name} ({names_of(each.served.families())})" for each in self._packages)
+            raise RuntimeError(f"this installation has no kernels, so it has no layers to map to. Take those of a package: {names}")
+        return super().mapping(mode)
+
+    def get_patched_ops(self) -> List[str]:
+        found = [super().get_patched_ops(), *(package.get_patched_ops() for package in self._loaded.values())]
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def reset(self):
+        super().reset()
+        for package in self._loaded.values():
+            package.reset()
+
+    def _findings(self):
+        where = "its own" if self.has_kernels() else "those of the Hub's packages"
+        loaded = f", loaded: {', '.join(self._loaded)}" if self._loaded else ""
+        return (*super()._findings(), Finding("kernels from", where + loaded, True))

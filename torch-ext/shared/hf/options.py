@@ -1,0 +1,83 @@
+"""The options of `apply`, and what each says; a package has those of its families, in an order of its own."""
+
+import inspect
+from typing import Any, Dict, Sequence
+
+from .families import LOSS
+
+# What a package's `apply` says of an option that it has. Those that are no operation have a default of their own.
+TEXTS = {
+    "rms_norm": "the norms.",
+    "swiglu": "the MLP, and the expert that every token goes to.",
+    "experts": """the experts in grouped GEMMs, which the fused decoder layer joins with the router and the norm before it. An
+            implementation that the user chose (`set_experts_implementation`) runs in their place. `moe` is another name for it.""",
+    "rope": "the rotary embedding.",
+    LOSS: """the loss without logits, with the scale or the softcap of the family's head: a model in training mode that
+            gets labels returns it and no logits. True, False, or a mapping of options, which stands for True: `ignore_index`,
+            `class_weight`, `reduction`, `label_smoothing`, `softcap`, `lse_square_scale`, `use_token_scaling`, `accum_dtype`,
+            `return_z_loss`, `return_token_accuracy` and `return_predicted_tokens` of `linear_cross_entropy`, and `skip_logits`: whether a
+            loss comes without logits, in training mode by default. They hold for every call with labels, in eval mode too, unless the
+            call itself has an argument of that name: model(input_ids=..., labels=..., label_smoothing=0.1). What the return_ options ask
+            for is in the model's output, under the names z_loss, token_accuracy and predicted_tokens.""",
+    "decoder_layer": "the fused layer, which takes effect where the norms, the MLP and the rotary embedding that it joins are on.",
+    "attention": """on a GPU, attention of ours from the model's next step on, where the model has the implementation that
+            transformers chooses by default. Packed and padded batches, sliding windows and sinks run in kernels of ours, at the cost of
+            the tokens that are seen, and documents packed into a row do not see each other; one sequence a row without padding goes to
+            SDPA as before, and so do batches whose padding may be read. An implementation that was asked for by name is kept, as far as
+            that can be told (docs/options.md).""",
+    "gated_rms_norm": "the norm that follows a delta net, with its gate.",
+    "delta_net": "convolution and gated delta rule; documents packed into a row do not see each other.",
+    "unpad": """skips a batch's padding in the whole decoder if no result shows it: with that attention, a loss without logits, no cache
+            (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts. It stays in a model
+            with delta nets.""",
+    "keep_attention": """with gradient checkpointing, each decoder layer's attention runs once, and the backward pass computes the rest
+            of the layer again. Attention's output stays in memory, heads * head_dim numbers and a float32 a head for each token and layer.
+            For attention of ours and PyTorch's ("sdpa") without dropout.""",
+    "recompute_mlp": """without gradient checkpointing, the backward pass makes gate and up of the fused decoder layer's MLP, or those of
+            the experts, again instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer
+            (of experts, for each token and expert that it goes to) for half of the products of its forward pass: between nothing and
+            gradient checkpointing, which does not add to it.""",
+    "log_probs": """TRL's trainers (1.16) compute their log-probabilities without logits, with every model of the process; what ours does
+            not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the
+            backward pass, for speed.""",
+}
+TOLD: Dict[str, bool] = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True}  # no operations
+OTHER_NAMES = {"moe": "experts"}
+
+APPLY = """Puts the layers on transformers' classes of {names}: models that exist and models made later use them.
+
+    After the call exactly the operations given as True are active. The last call wins, also over `kernelize`. Not thread-safe against a
+    running forward pass.
+
+    Args:
+{arguments}
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ImportError: when transformers is absent or its version does not fit.
+    """
+
+
+def signature_of(names: Sequence[str]) -> inspect.Signature:
+    """The signature of an `apply` with these options, each by position or by name."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind, default=TOLD.get(name, True)) for name in names])
+
+
+def given(signature: inspect.Signature, args: tuple, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """Each option of a call of `apply`. Raises TypeError for one that does not exist, or is there twice."""
+    names, more = list(signature.parameters), dict(kwargs)
+    for other, name in OTHER_NAMES.items():
+        if other in more and name in names and name not in more:
+            more[name] = more.pop(other)
+    try:
+        bound = signature.bind(*args, **more)
+    except TypeError as error:
+        raise TypeError(f"apply(): {error}; its options are {', '.join(names)}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def text_of(names: Sequence[str], families: str) -> str:
+    """The docstring of an `apply` with these options."""
+    return APPLY.format(names=families, arguments="\n".join(f"        {name}: {TEXTS[name]}" for name in names))
