@@ -117,9 +117,9 @@ bench-host: $(READY) ## what the host needs: a norm, a decoder layer, an optimiz
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate
 
-bench-plots: $(READY) ## pictures, and the tables of README, docs and cards, from benchmark/results
+bench-plots: $(READY) ## pictures, and README, docs and cards with numbers, from benchmark/results and *.md.j2
 	$(BIN)/python -m benchmark.plots
-	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard docs/*.md packages/*/CARD.md)
+	$(BIN)/python -m benchmark.tables --write
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .

@@ -94,9 +94,6 @@ def origin(rows: list[Row]) -> str:
     return f"\n\n<sub>{', '.join(parts)}; Bastile {rows[-1].version}, {rows[-1].timestamp[:10]}.{unknown}</sub>"
 
 
-SHOWN: list[Row] = []  # by every table since this was cleared
-
-
 class Table:
     """A table in Markdown: its first column is text, the others are numbers. Each line knows the rows that it shows, so a line that was not
     measured with most of the others, at their commit and on their host, gets a note that says so."""
@@ -132,7 +129,6 @@ class Table:
         rows = [row for _, mine in self.lines for row in mine]
         if not rows:
             return ""
-        SHOWN.extend(rows)
         stamps = Counter(stamp(row) for row in sorted(rows, key=lambda row: row.timestamp, reverse=True))
         usual = stamps.most_common(1)[0][0]  # of equally many, the newest
         recorded = any(rounds_of(row) for row in rows if stamp(row) == usual)

@@ -1,10 +1,13 @@
 """Rows of results: their columns, the CSV files they lie in, and what they were measured with.
 
 Two schemas: `Row`, of our own measurements, and `LigerRow`, with the columns of Liger-Kernel's file of all its benchmarks.
+What a run has in common stands once in the folder, in environments.json; each row's configuration names it under "environment".
 """
 
+import contextlib
 import csv
 import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -12,10 +15,11 @@ import platform
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -23,6 +27,14 @@ import torch
 ROOT = Path(__file__).absolute().parents[1]
 RESULTS = Path(__file__).absolute().parent / "results"
 LIGER_FILE = Path("liger") / "all_benchmark_data.csv"  # in a GPU's folder
+ENVIRONMENTS = "environments.json"  # beside the CSV files
+DISTRIBUTIONS = {  # of the libraries that a number depends on, by their names in an environment
+    **{name: name for name in ("triton", "transformers", "kernels", "peft", "trl", "unsloth", "unsloth_zoo", "bitsandbytes")},
+    "liger": "liger-kernel",
+    "cutlass_dsl": "nvidia-cutlass-dsl",
+    "cuda_tile": "cuda-tile",
+}
+OF_A_RUN = {*DISTRIBUTIONS, "torch", "cuda", "driver", "processor", "cores", "python"}
 
 
 def _output(*command: str) -> str:
@@ -65,19 +77,7 @@ def environment() -> dict[str, str]:
     """Return the host, and the versions of everything that a number depends on."""
     found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     found |= {"processor": processor(), "cores": str(os.cpu_count()), "python": platform.python_version()}
-    for name, distribution in (
-        ("triton", "triton"),
-        ("transformers", "transformers"),
-        ("liger", "liger-kernel"),
-        ("kernels", "kernels"),
-        ("cutlass_dsl", "nvidia-cutlass-dsl"),
-        ("cuda_tile", "cuda-tile"),
-        ("peft", "peft"),
-        ("trl", "trl"),
-        ("unsloth", "unsloth"),
-        ("unsloth_zoo", "unsloth_zoo"),
-        ("bitsandbytes", "bitsandbytes"),
-    ):
+    for name, distribution in DISTRIBUTIONS.items():
         try:
             found[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -163,42 +163,70 @@ def columns(kind: type[Measurement]) -> tuple[str, ...]:
 NUMBERS = ("y_value_50", "y_value_20", "y_value_80")
 
 
+def environments(folder: Path) -> dict[str, dict[str, str]]:
+    """Return what the rows of a folder were measured with, by the name that they have for it."""
+    path = folder / ENVIRONMENTS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def read(path: Path, kind: type[Measurement] = Row) -> list:
-    """Return the rows of a CSV file. Raise ValueError when its columns are not those of the schema."""
+    """Return the rows of a CSV file, each with its environment. Raise ValueError when its columns are not those of the schema, or an
+    environment is missing."""
+    known = environments(path.parent)
+
+    @functools.cache
+    def whole(text: str) -> str:
+        config = json.loads(text)
+        name = config.pop("environment", None)
+        if name is not None and name not in known:
+            raise ValueError(f"{path} names the environment {name}, expected one of {path.parent / ENVIRONMENTS}: {', '.join(known)}")
+        return json.dumps(config | known.get(name, {}), sort_keys=True)
+
+    def parsed(name: str, text: str):
+        if name == "extra_benchmark_config_str":
+            return whole(text)
+        return text if name not in NUMBERS else float(text) if text else None
+
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != columns(kind):
             raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(columns(kind))}")
-        return [kind(**{name: _parsed(name, text) for name, text in line.items()}) for line in reader]
-
-
-def _parsed(name: str, text: str):
-    if name not in NUMBERS:
-        return text
-    return float(text) if text else None
+        return [kind(**{name: parsed(name, text) for name, text in line.items()}) for line in reader]
 
 
 def write(path: Path, rows: Iterable[Measurement]) -> None:
-    """Add rows of one schema to a CSV file; a row of the same key is replaced. A run that is killed leaves a whole file."""
+    """Add rows of one schema to a CSV file, and their environments to the folder's; a row of the same key is replaced. A run that is
+    killed leaves whole files."""
     rows = list(rows)
     if not rows:
         return
     kind, new = type(rows[0]), {row.key for row in rows}
-    kept = [row for row in read(path, kind) if row.key not in new] if path.exists() else []
+    rows = ([row for row in read(path, kind) if row.key not in new] if path.exists() else []) + rows
+    known, lines = environments(path.parent), []
+    for row in rows:
+        config, numbers = dict(row.config), {name: getattr(row, name) for name in NUMBERS}
+        environment = {name: config.pop(name) for name in sorted(OF_A_RUN & config.keys())}
+        if environment:
+            config["environment"] = hashlib.sha256(json.dumps(environment).encode()).hexdigest()[:8]
+            known[config["environment"]] = environment
+        written = {name: "" if value is None else f"{value:.6g}" for name, value in numbers.items()}
+        lines.append(asdict(row) | written | {"extra_benchmark_config_str": json.dumps(config, sort_keys=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with open(part, "w", newline="") as file:
+    with _replacing(path.parent / ENVIRONMENTS) as file:
+        file.write(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    with _replacing(path) as file:
         writer = csv.DictWriter(file, columns(kind), lineterminator="\n")
         writer.writeheader()
-        for row in kept + rows:
-            writer.writerow({name: _written(name, value) for name, value in asdict(row).items()})
+        writer.writerows(lines)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    """Open a file that takes the place of `path` once it is whole."""
+    part = path.with_suffix(".part")
+    with open(part, "w", newline="") as file:
+        yield file
     os.replace(part, path)
-
-
-def _written(name: str, value):
-    if name not in NUMBERS:
-        return value
-    return "" if value is None else f"{value:.6g}"
 
 
 def merge(source: Path, into: Path) -> list[Measurement]:

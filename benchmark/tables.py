@@ -1,23 +1,37 @@
-"""Markdown tables from the results: `python -m benchmark.tables [--check | --write] README.md CARD.md docs/numbers.md`.
+"""Documents from their templates and the results: `python -m benchmark.tables [--check | --write] README.md docs/numbers.md ...`.
 
-A document marks where a table stands by `<!-- table: NAME -->` and `<!-- /table -->`; the names are those of all_tables(). What they show:
-operation_tables.py of a suite, step_tables.py of training steps, and `TABLES` in the file of a benchmark. Numbers in its sentences are
-marked as quoted.py says. --check fails, too, on a table that mixes commits without saying so, on a quantity that no row has, and on steps
-whose tokens all went to a few experts.
+README.md is made of README.md.j2: the same text, with an expression of Jinja in << >> wherever a number or a table stands. It may call the
+functions of sentences.py, table("NAME") with a name of all_tables(), and those of `MADE`. What tables show: operation_tables.py of a suite,
+step_tables.py of training steps, and `TABLES` in the file of a benchmark. --check fails, too, on a sentence that compares several commits,
+on a quantity that no row has, and on steps whose tokens all went to a few experts.
 """
 
 import argparse
 import functools
-import re
+import importlib
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from . import markdown, operation_tables, quoted, records, registry, routing, step_tables
+import jinja2
+
+from . import operation_tables, records, registry, routing, sentences, step_tables
 from .markdown import NOT_MEASURED, select
 from .records import Row
 
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+WIDTH = 140  # of a line that is no table's
+# Tables that are not of results: the module and the function that make each.
+MADE = {
+    "families": ("tools.family_table", "family_table"),
+    "integrations": ("tests.integrations.table", "table"),
+    "whole": ("tests.whole", "table"),
+}
+# Other marks than {{ }} and {% %}: a package's card is a template itself, which kernel-builder fills.
+ENVIRONMENT = jinja2.Environment(
+    variable_start_string="<<", variable_end_string=">>", block_start_string="<%", block_end_string="%>", comment_start_string="<#",
+    comment_end_string="#>", keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+)  # fmt: skip
 
 
 @functools.cache
@@ -27,32 +41,25 @@ def all_tables() -> dict[str, Callable[[list[Row]], str]]:
 
 
 def table(name: str, rows: list[Row]) -> str:
-    """Return a table by its name. Raise ValueError for one that does not exist."""
+    """Return a table by its name, and what stands below it in lines of WIDTH. Raise ValueError for one that does not exist."""
     if name not in all_tables():
         raise ValueError(f"table is {name}, expected one of {', '.join(all_tables())}")
-    return all_tables()[name](rows) or NOT_MEASURED
+    fold = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False).fill
+    lines = (all_tables()[name](rows) or NOT_MEASURED).splitlines()
+    return "\n".join(line if line.startswith("|") else fold(line) for line in lines)
 
 
-def content(name: str, rows: list[Row]) -> str:
-    """Return what stands between the marks of a document."""
-    return f"{table(name, rows)}\n"
+def template_of(document: Path) -> Path:
+    """Return where a document's template is, if it has one."""
+    return document.with_name(f"{document.name}.j2")
 
 
-def filled(text: str, rows: list[Row]) -> str:
-    """Return a document with all its tables and numbers made anew."""
-    return quoted.filled(BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text), rows)
-
-
-def stale(text: str, rows: list[Row]) -> list[str]:
-    """Return the names of the tables and numbers of a document that are not what the results say."""
-    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)] + quoted.stale(text, rows)
-
-
-def unsaid(name: str, rows: list[Row]) -> list[str]:
-    """Return the versions of Bastile whose rows a table shows without naming them."""
-    markdown.SHOWN.clear()
-    text = table(name, rows)
-    return sorted({row.version for row in markdown.SHOWN if row.version not in text})
+def rendered(template: str, rows: list[Row]) -> tuple[str, list[str]]:
+    """Return the document that a template makes, and a complaint for each sentence that compares several commits or hosts."""
+    complaints: list[str] = []
+    made = {name: lambda place=place: getattr(importlib.import_module(place[0]), place[1])() for name, place in MADE.items()}
+    functions = {"table": lambda name: table(name, rows), **made, **sentences.numbers(rows, complaints)}
+    return ENVIRONMENT.from_string(template).render(functions), complaints
 
 
 def collapsed(rows: list[Row]) -> list[str]:
@@ -62,22 +69,14 @@ def collapsed(rows: list[Row]) -> list[str]:
     return [f"{row.kernel_name} of {row.kernel_provider} at {row.x_value} tokens" for row in wrong]
 
 
-def complaints(text: str, rows: list[Row]) -> list[str]:
-    """Return what is wrong with a document beside tables that are stale: tables that mix commits without saying so, sentences that do, and
-    quantities that no row has."""
-    found = [f"{name} does not name {', '.join(versions)}" for _, name, *_ in BLOCK.findall(text) if (versions := unsaid(name, rows))]
-    found += [f"{spec} compares rows of several commits or hosts" for spec in quoted.apart(text, rows)]
-    return found + [f"no row has {quantity!r}" for quantity in quoted.unsupported(BLOCK.sub("", text))]
-
-
 def main(arguments=None) -> int:
     """Print, check or write tables; return the exit status."""
     p = argparse.ArgumentParser(description="Tables of the results in Markdown.")
     p.add_argument("documents", nargs="*", type=Path, help="without any, the repository's are checked or written, or all tables printed")
     p.add_argument("--gpu", default="nvidia-h200", help="folder under the results")
     p.add_argument("--results", type=Path, default=records.RESULTS)
-    p.add_argument("--check", action="store_true", help="fail when a document is not what the results say, or these are not to be shown")
-    p.add_argument("--write", action="store_true", help="replace the documents' tables and numbers")
+    p.add_argument("--check", action="store_true", help="fail when a document is not what its template makes of results that may be shown")
+    p.add_argument("--write", action="store_true", help="make the documents from their templates")
     p.add_argument("--merge", type=Path, help="first add the rows of this folder of results, as `benchmark.all --results` writes one")
     args = p.parse_args(arguments)
     if args.merge:
@@ -89,28 +88,30 @@ def main(arguments=None) -> int:
     rows = records.read_all(args.results / args.gpu)
     if not args.documents and not (args.check or args.write or args.merge):
         print("\n\n".join(f"## {name}\n\n{table(name, rows)}" for name in all_tables()))
-    wrong, bad = 0, collapsed(rows)
+    stale, bad = [], collapsed(rows)
     for document in args.documents or (documents() if args.check or args.write else ()):
-        text = document.read_text()
-        names = stale(text, rows)
-        if args.write and names:
-            text = filled(text, rows)
-            document.write_text(text)
-        if names:
-            print(f"{document}: {'wrote' if args.write else 'not as the results say:'} {', '.join(names)}")
-            wrong += not args.write
-        bad += [f"{document}: {complaint}" for complaint in complaints(text, rows)] if args.check else []
-    if wrong and args.check:
-        print("Run: python -m benchmark.tables --write " + " ".join(map(str, args.documents)))
+        text = template = document.read_text() if document.exists() else ""
+        if template_of(document).exists():
+            template = template_of(document).read_text()
+            new, complaints = rendered(template, rows)
+            bad += [f"{document}: {complaint}" for complaint in complaints]
+            if new != text and args.write:
+                document.write_text(new)
+                print(f"{document}: written")
+            elif new != text:
+                stale.append(str(document))
+        bad += [f"{document}: no row has {quantity!r}" for quantity in sentences.unsupported(template)]
+    if stale and args.check:
+        print(f"{', '.join(stale)}: not what the template (.md.j2) and the results make; change the text there, not here.")
+        print(f"Run: python -m benchmark.tables --write {' '.join(stale)}")
     if bad and args.check:
         print("\n".join(bad))
-    return int(args.check and bool(wrong or bad))
+    return int(args.check and bool(stale or bad))
 
 
 def documents() -> list[Path]:
     """Return the documents of the repository that may show numbers."""
-    return [*(records.ROOT / name for name in ("README.md", "CARD.md")), *sorted(records.ROOT.glob("docs/*.md")),
-            *sorted(records.ROOT.glob("packages/*/CARD.md"))]
+    return [path for pattern in ("*.md", "docs/*.md", "packages/*/CARD.md", "tests/*.md") for path in sorted(records.ROOT.glob(pattern))]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def one_thread():
 def row(kernel="rms_norm", provider="bastile", mode="forward", metric="speed", x=8192, y=36.0, **config):
     known = {"model": "qwen3_8b", "dtype": "bf16", "timing": "device", "torch": "2.11.0", "driver": "580.159"}
     numbers = (None,) * 3 if y is None else (y, y * 0.99, y * 1.02)
-    extra = json.dumps(known | config)
+    extra = json.dumps(known | config, sort_keys=True)
     return records.Row(
         kernel, provider, mode, metric, "us", "tokens", "tokens", str(x), *numbers, extra, GPU, "2026-01-02T03:04:05Z", "1.0.0"
     )

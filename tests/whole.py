@@ -1,22 +1,16 @@
 """What `make test-all` has beyond `make test`, and why: the tests that are marked `whole`.
 
-`make test` leaves those out, with `-m "not whole"`; pytest by itself runs everything that it is given. `python -m tests.whole --write` puts
-the table of these into docs/maintainers.md.
+`make test` leaves those out, with `-m "not whole"`; pytest by itself runs everything that it is given. `python -m benchmark.tables --write
+tests/README.md` writes the table of these.
 """
 
-import argparse
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/maintainers.md"
-BLOCK = re.compile(r"(<!-- whole -->\n)(.*?)(<!-- /whole -->)", re.DOTALL)
 
 
 # ---------------------------------------------------------------- which cases of a function stay
@@ -320,24 +314,10 @@ def mark(items: Iterable[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.whole)
 
 
-# ---------------------------------------------------------------- the table of docs/maintainers.md
+# ---------------------------------------------------------------- the table of tests/README.md
 def table() -> str:
     rows = ["| tests | of these, `make test` has | why not all | in |", "|---|---|---|---|"]
     for group in GROUPS:
-        files = ", ".join(f"[{Path(file).stem.removeprefix('test_')}](../tests/cpu/{file})" for file in group.tests)
+        files = ", ".join(f"[{Path(file).stem.removeprefix('test_')}](cpu/{file})" for file in group.tests)
         rows.append(f"| {group.what} | {group.stays} | {group.reason} | {files} |")
-    return "\n".join(rows) + "\n"
-
-
-def main(arguments=None) -> int:
-    p = argparse.ArgumentParser(prog="python -m tests.whole", description="The table of what `make test-all` has beyond `make test`.")
-    p.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    if not p.parse_args(arguments).write:
-        print(table(), end="")
-        return 0
-    PAGE.write_text(BLOCK.sub(lambda match: match[1] + table() + match[3], PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(rows)

@@ -1,6 +1,8 @@
-"""The table of model families that `bastile/decoders` serves, made of its rows: `python -m tools.family_table --write CARD.md ...`"""
+"""The table of model families that `bastile/decoders` serves, made of its rows.
 
-import argparse
+`python -m benchmark.tables --write packages/decoders/CARD.md` writes it.
+"""
+
 import importlib
 import sys
 from pathlib import Path
@@ -8,7 +10,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "packages" / "decoders" / "torch-ext"
-START, END = "<!-- families -->\n", "<!-- /families -->"
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
@@ -72,22 +73,4 @@ def family_table() -> str:
         family = own.family
         classes = ", ".join(f"`{name}`" for name in (family.causal_lm(), *(tower.name for tower in family.towers)))
         lines.append(f"| {family.model} | {classes} | {beside_llama(family)} | {heads(family)} |")
-    return "\n".join(lines) + "\n"
-
-
-def filled(text: str) -> str:
-    """Returns a document with the table between its marks."""
-    before, _, rest = text.partition(START)
-    return before + START + family_table() + END + rest.partition(END)[2]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Writes the table into documents."""
-    parser = argparse.ArgumentParser(prog="python -m tools.family_table", description=__doc__)
-    parser.add_argument("--write", nargs="+", type=Path, required=True, metavar="DOCUMENT")
-    for path in parser.parse_args(arguments).write:
-        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)

@@ -24,6 +24,39 @@ def test_a_csv_file_keeps_rows_and_replaces_those_measured_again(tmp_path):
     assert records.read(path)[1].error == 'said "no", twice'
 
 
+def test_what_was_measured_with_stands_once_a_run(tmp_path):
+    """And every row that is read has it, whoever wrote it: an older CSV file may say it in each row."""
+    path = tmp_path / "rms_norm.csv"
+    rows = [row(x=x, torch=torch) for x in (1024, 2048, 4096) for torch in ("2.11.0", "2.13.0")][1:4]
+    records.write(path, rows)
+    known = records.environments(tmp_path)
+    assert sorted(known.values(), key=str) == [{"driver": "580.159", "torch": version} for version in ("2.11.0", "2.13.0")]
+    assert "580.159" not in path.read_text() and records.read(path) == rows
+    older = path.read_text()
+    for name, environment in known.items():
+        older = older.replace(f'""environment"": ""{name}""', json.dumps(environment)[1:-1].replace('"', '""'))
+    assert "environment" not in older and older.count("580.159") == 3
+    path.write_text(older)
+    assert records.read(path) == rows
+    records.write(path, rows[:1])
+    assert "580.159" not in path.read_text() and records.environments(tmp_path) == known
+
+
+def test_rows_without_their_environment_are_refused(tmp_path):
+    records.write(tmp_path / "rms_norm.csv", [row()])
+    [name] = records.environments(tmp_path)
+    (tmp_path / "environments.json").unlink()
+    with pytest.raises(ValueError, match=f"names the environment {name}, expected one of .*environments.json"):
+        records.read(tmp_path / "rms_norm.csv")
+
+
+def test_merged_results_bring_their_environments(tmp_path):
+    for folder, version in (("a", "2.11.0"), ("b", "2.13.0")):
+        records.write(tmp_path / folder / "gpu" / "x.csv", [row(torch=version, x=len(version + folder), tokens=folder)])
+    records.merge(tmp_path / "a", tmp_path / "b")
+    assert {r.config["torch"] for r in records.read_all(tmp_path / "b" / "gpu")} == {"2.11.0", "2.13.0"}
+
+
 def test_a_file_with_other_columns_is_refused(tmp_path):
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="expected"):
@@ -77,6 +110,7 @@ def test_published_results_are_readable_and_stay_what_they_are(path, tmp_path):
     assert rows and all(json.loads(r.extra_benchmark_config_str) for r in rows)
     records.write(tmp_path / path.name, rows)
     assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    assert records.environments(tmp_path).items() <= records.environments(path.parent).items()
 
 
 def test_links_to_the_sources_are_not_followed():

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 
+import jinja2
 import pytest
 
-from benchmark import families, markdown, plots, providers, quoted, records, registry, step_tables, suites, tables
+from benchmark import families, markdown, plots, providers, records, registry, step_tables, suites, tables
 from benchmark.markdown import Notes, in_order, number
 from tests.benchmark_support import GPU, made_up_rows, row
 
@@ -99,23 +100,41 @@ def test_steps_that_cannot_be_compared_have_tables_of_their_own():
     assert "201 ms" in found and "200 ms" not in found, "24 layers are all, and the newer row counts"
 
 
-def test_a_document_is_checked_and_written(results, tmp_path, capsys):
-    document = tmp_path / "README.md"
-    document.write_text("before\n<!-- table: host -->\nold\n<!-- /table -->\nafter\n<!-- table: operations -->\n<!-- /table -->\n")
-    arguments = [str(document), "--results", str(results)]
+@pytest.fixture
+def document(tmp_path):
+    """A document's path, with a template of the text that it is called with."""
+
+    def make(template):
+        path = tmp_path / "README.md"
+        tables.template_of(path).write_text(template)
+        return path
+
+    return make
+
+
+def test_a_document_is_checked_and_written(results, document, capsys):
+    path = document('before\n\n<< table("host") >>\n\nafter {{ repo_id }} {% if layers %}\n\n<< table("operations") >>\n')
+    arguments = [str(path), "--results", str(results)]
+    assert tables.main([*arguments, "--check"]) == 1 and not path.exists()
+    assert f"Run: python -m benchmark.tables --write {path}" in capsys.readouterr().out
+    assert tables.main([*arguments, "--write"]) == 0 and tables.main([*arguments, "--check"]) == 0
+    text = path.read_text()
+    assert text.startswith("before\n\n| µs of host time |") and "\n\nafter {{ repo_id }} {% if layers %}\n\n| µs, 8192" in text
+    path.write_text(text.replace("before", "changed by hand"))
     assert tables.main([*arguments, "--check"]) == 1
-    assert "not as the results say: host, operations" in capsys.readouterr().out
+    assert "README.md: not what the template (.md.j2) and the results make; change the text there" in capsys.readouterr().out
+    document('<< table("gpt_oss_step") >>')
     assert tables.main([*arguments, "--write"]) == 0
-    assert tables.main([*arguments, "--check"]) == 0
-    assert "before\n<!-- table: host -->\n| µs of host time |" in document.read_text()
-    document.write_text("<!-- table: gpt_oss_step -->\n<!-- /table -->\n")
-    assert tables.main([*arguments, "--write"]) == 0 and "**A training step of GPT-OSS-20B" in document.read_text()
+    assert path.read_text().startswith("**A training step of GPT-OSS-20B")
+    assert max(len(line) for line in path.read_text().splitlines() if not line.startswith("|")) <= tables.WIDTH
     (results / "nvidia-h200" / "gpt_oss_step.csv").unlink()
-    assert tables.main([*arguments, "--write"]) == 0
-    missing = document.read_text().splitlines()
-    assert len(missing) == 3 and missing[1].endswith(markdown.NOT_MEASURED), "a reader is told what was not measured"
-    document.write_text("<!-- table: speed -->\n<!-- /table -->\n")
+    assert tables.main([*arguments, "--check"]) == 1 and tables.main([*arguments, "--write"]) == 0
+    assert path.read_text().endswith(markdown.NOT_MEASURED), "a reader is told what was not measured"
+    document('<< table("speed") >>')
     with pytest.raises(ValueError, match="table is speed, expected one of operations"):
+        tables.main([*arguments, "--check"])
+    document("<< sped(1) >>")
+    with pytest.raises(jinja2.UndefinedError, match="'sped' is undefined"):
         tables.main([*arguments, "--check"])
 
 
@@ -145,7 +164,7 @@ def test_the_charts_of_the_repository_are_of_its_results():
 
 
 def test_the_documents_of_the_repository_are_of_its_results(capsys):
-    """No table is stale or mixes commits without a note, no sentence has a quantity that no row has, no step's routing collapsed."""
+    """None is stale, no sentence mixes commits or has a quantity that no row has, no step's routing collapsed."""
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -204,21 +223,24 @@ def test_a_line_of_log_probabilities_that_was_not_measured_says_so():
     assert len(lines(others + measured)) == 3 and not any("not measured" in line for line in lines(others + measured))
 
 
-def test_a_line_that_was_measured_apart_says_so(results):
+def test_a_line_that_was_measured_apart_says_so(results, monkeypatch):
     """Whatever the table: another commit, another processor, or fewer rounds than the other lines'."""
+    shown, add = [], markdown.Table.add
+    monkeypatch.setattr(markdown.Table, "add", lambda self, cells, rows: add(self, cells, [*rows]) or shown.extend(self.lines[-1][1]))
     rows = records.read_all(results / "nvidia-h200")
     names = [name for name in tables.all_tables() if not tables.table(name, rows).endswith(markdown.NOT_MEASURED)]
     assert len(names) > 10
     for name in names:
         assert "Measured apart" not in tables.table(name, rows), name
-        markdown.SHOWN.clear()
+        shown.clear()
         tables.table(name, rows)
-        assert markdown.SHOWN, f"{name} is no Table"
-        other = next(r for r in reversed(markdown.SHOWN) if r.kernel_provider == "bastile")
+        assert shown, f"{name} is no Table"
+        other = next(r for r in reversed(shown) if r.kernel_provider == "bastile")
         changed = [dataclasses.replace(r, version="1.0.0+abc") if r is other else r for r in rows]
+        shown.clear()
         text = tables.table(name, changed)
-        assert "Measured apart" in text and "1.0.0+abc" in text or len(markdown.SHOWN) == 1, name
-        assert tables.unsaid(name, changed) == []
+        assert "Measured apart" in text and "1.0.0+abc" in text or len(shown) == 1, name
+        assert [r.version for r in shown if r.version not in text] == []
 
 
 def test_hosts_and_rounds_are_compared():
@@ -233,48 +255,52 @@ def test_hosts_and_rounds_are_compared():
     assert "EPYC." in found and "[2] Rounds: 1, instead of 3." in found and ", Xeon, " in found
 
 
-def test_numbers_of_sentences_come_from_the_results(results, tmp_path, capsys):
-    document, arguments = tmp_path / "README.md", ["--results", str(results)]
-    document.write_text("It is <!-- number: speed qwen3_step 8192 -->2 ×<!-- /number --> as fast.\n`9 ms`\n```\n8 ms\n```\n")
-    assert tables.main([str(document), *arguments, "--check"]) == 1
-    assert "not as the results say: speed qwen3_step 8192" in capsys.readouterr().out
-    assert tables.main([str(document), *arguments, "--write"]) == 0
-    assert "-->1.05 ×<!--" in document.read_text() and tables.main([str(document), *arguments, "--check"]) == 0
+def number_of(call, rows):
+    return tables.rendered(f"<< {call} >>", rows)[0]
+
+
+def test_numbers_of_sentences_come_from_the_results(results, document, capsys):
+    path, arguments = document('It is << speed("qwen3_step", 8192) >> as fast.\n`9 ms`\n```\n8 ms\n```\n'), ["--results", str(results)]
+    assert tables.main([str(path), *arguments, "--write"]) == 0 and tables.main([str(path), *arguments, "--check"]) == 0
+    assert path.read_text() == "It is 1.05 × as fast.\n`9 ms`\n```\n8 ms\n```\n"
     rows = records.read_all(results / "nvidia-h200")
-    assert quoted.number_of("less_memory qwen3_step 8192", rows) == "5%"
-    assert quoted.number_of("longest qwen3_step bastile", rows) == quoted.number_of("longest_peer qwen3_step", rows) == "8,192"
-    assert quoted.number_of("operation rms_norm forward 8192", rows) == "1.06 ×"
+    assert number_of('speed("qwen3_step", 8192, peer="huggingface")', rows) == "1.28 ×"
+    assert number_of('less_memory("qwen3_step", 8192)', rows) == "5%"
+    assert number_of('longest("qwen3_step", "bastile")', rows) == number_of('longest("qwen3_step")', rows) == "8,192"
+    assert number_of('operation("rms_norm", "forward", 8192)', rows) == "1.06 ×"
     pairs = [(n, p, y) for n in (4, 12) for p, y in (("liger", 3.0 * n), ("bastile", 6.0))]
     some = [row("qwen3_step_lora_16", p, "full", "step_time", y=y, gpus=1, layers=n) for n, p, y in pairs]
-    assert quoted.number_of("speed qwen3_step_lora_16 8192", some) == "6.00 ×", "with the most layers that were measured"
-    assert quoted.number_of("speed qwen3_step_lora_16 8192 bastile", rows + some) == "6.00 ×"
-    for wrong in ("speed qwen3_step 512", "size qwen3_step 8192", "speed qwen3_step 8192 model=qwen3_4b"):
-        with pytest.raises(ValueError, match="no row of the results"):
-            quoted.number_of(wrong, rows)
+    assert number_of('speed("qwen3_step_lora_16", 8192)', some) == "6.00 ×", "with the most layers that were measured"
+    assert number_of('speed("qwen3_step_lora_16", 8192, ours="bastile")', rows + some) == "6.00 ×"
+    for wrong in ('speed("qwen3_step", 512)', 'speed("qwen3_step", 8192, model="qwen3_4b")', 'longest("qwen3_step", "unsloth")'):
+        with pytest.raises(ValueError, match="no row of the results says"):
+            number_of(wrong, rows)
     capsys.readouterr()
-    document.write_text("In 770 ms, 17 % less, 2.1 × as fast, 1.3x faster, 40 percent, 1.5-fold, 3 TB/s.\n"
-                        "2 × 512 rows, 2x512, 8 KiB and 30 seconds are none.\n")
-    assert tables.main([str(document), *arguments, "--check"]) == 1
-    found = [line.split("has ")[1] for line in capsys.readouterr().out.splitlines()]
+    document("In 770 ms, 17 % less, 2.1 × as fast, 1.3x faster, 40 percent, 1.5-fold, 3 TB/s.\n"
+             "2 × 512 rows, 2x512, 8 KiB and 30 seconds are none.\n")  # fmt: skip
+    tables.main([str(path), *arguments, "--write"])
+    assert tables.main([str(path), *arguments, "--check"]) == 1
+    found = [line.split("no row has ")[1] for line in capsys.readouterr().out.splitlines() if "has" in line]
     assert found == ["'770 ms'", "'17 %'", "'2.1 ×'", "'1.3x'", "'40 percent'", "'1.5-fold'", "'3 TB/s'"]
+    tables.template_of(path).unlink()
+    assert tables.main([str(path), *arguments, "--check"]) == 1, "a document without a template is searched itself"
 
 
 @pytest.mark.parametrize("changed", ({"version": "1.0.0+abc"}, {"processor": "EPYC"}), ids=("commit", "host"))
-@pytest.mark.parametrize(("spec", "metric", "other"), (
-    ("speed qwen3_step 8192", "step_time", "liger"), ("less_memory qwen3_step 8192", "memory", "bastile"),
-    ("operation rms_norm forward 8192", "speed", "liger"),
+@pytest.mark.parametrize(("call", "metric", "other"), (
+    ("speed('qwen3_step', 8192)", "step_time", "liger"), ("less_memory('qwen3_step', 8192)", "memory", "bastile"),
+    ("operation('rms_norm', 'forward', 8192)", "speed", "liger"),
 ))  # fmt: skip
-def test_a_sentence_that_compares_commits_or_hosts_is_refused(spec, metric, other, changed, results, tmp_path, capsys):
+def test_a_sentence_that_compares_commits_or_hosts_is_refused(call, metric, other, changed, results):
     """It has no notes that could say so, as a table has. Rows that it does not compare may be of any."""
     def planted(provider):
         def fits(row):
             return (row.metric_name, row.x_value, row.kernel_provider) == (metric, "8192", provider)
 
         found = [replaced(row, **changed) if fits(row) else row for row in records.read_all(results / "nvidia-h200")]
-        text = f"<!-- number: {spec} -->{quoted.number_of(spec, found)}<!-- /number -->"
-        return tables.complaints(text, found)
+        return tables.rendered(f"<< {call} >>", found)[1]
 
-    assert planted(other) == [f"{spec} compares rows of several commits or hosts"] and planted("huggingface") == []
+    assert planted(other) == [f"{call} compares rows of several commits or hosts"] and planted("huggingface") == []
 
 
 def replaced(row, version=None, **config):

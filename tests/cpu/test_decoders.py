@@ -9,17 +9,8 @@ from kernels import Mode
 
 from tests.decoder_families import NAMES, tiny
 from tests.models import random_tokens
-from tools.family_table import END, ROOT, START, filled
 
 TOKENS = random_tokens(2, 21)
-DOCUMENTS = [path for path in (ROOT / "packages/decoders/CARD.md", ROOT / "README.md") if START in path.read_text()]
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_the_table_of_families_is_that_of_the_rows(path):
-    """Run `python -m tools.family_table --write` with it where it is not."""
-    text = path.read_text()
-    assert END in text and filled(text) == text
 
 
 def test_models_of_several_families_at_once(decoders):

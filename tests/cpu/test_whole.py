@@ -1,4 +1,4 @@
-"""What `make test` leaves out is what docs/maintainers.md says, `make test-rest` has it, and each group keeps what it says."""
+"""What `make test` leaves out is what tests/README.md says, `make test-rest` has it, and each group keeps what it says."""
 
 import re
 import types
@@ -23,11 +23,6 @@ class Item:
 
     def add_marker(self, mark):
         self.marks.append(mark.mark)
-
-
-def test_the_page_has_the_table():
-    (match,) = whole.BLOCK.finditer(whole.PAGE.read_text(encoding="utf-8"))
-    assert match[2] == whole.table(), "python -m tests.whole --write"
 
 
 @pytest.mark.parametrize("name", whole.groups(), ids=lambda name: name.removeprefix("tests/cpu/"))

@@ -1,13 +1,10 @@
-"""The table of integrations: `python -m tests.integrations [--check | --write] docs/integrations.md`.
+"""The table of integrations, which `python -m benchmark.tables --write docs/integrations.md` writes.
 
 Its rows come from the marks `integration("library: what", ..., on=device)` of the tests that each of the folders runs; the
 versions are those that pyproject.toml installs for the tests. on: the only device where a test has something to test.
 """
 
-import argparse
 import importlib
-import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -27,7 +24,6 @@ DISTRIBUTIONS = {
     "generate": "transformers",
     "accelerate": "accelerate",
 }
-BLOCK = re.compile(r"(<!-- integrations -->\n)(.*?)(<!-- /integrations -->)", re.DOTALL)
 
 
 def marks_of(function):
@@ -79,26 +75,3 @@ def table() -> str:
 def order(line) -> tuple:
     (title, cpu, gpus), _ = line
     return list(DISTRIBUTIONS).index(title.partition(" ")[0]), gpus, cpu != "yes"
-
-
-def main(arguments=None) -> int:
-    p = argparse.ArgumentParser(description="The table of integrations, from the marks of the tests.")
-    p.add_argument("document", nargs="?", type=Path, help="without it, the table is printed")
-    p.add_argument("--check", action="store_true", help="fail when the document's table is not this one")
-    p.add_argument("--write", action="store_true", help="replace the document's table")
-    args = p.parse_args(arguments)
-    if not args.document:
-        print(table())
-        return 0
-    text = args.document.read_text()
-    new = BLOCK.sub(lambda block: f"{block[1]}{table()}\n{block[3]}", text)
-    if args.write:
-        args.document.write_text(new)
-    elif new != text:
-        print(f"{args.document} has another table. Run: python -m tests.integrations --write {args.document}")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
