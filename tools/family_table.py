@@ -10,7 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "packages" / "decoders" / "torch-ext"
-PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
+PLAIN = (True, False, True, False)  # which of its norms a layer of Llama's has
+CALLED = {"self_attn": "attention", "mlp": "its MLP"}
 
 
 def rows() -> tuple:
@@ -25,7 +26,7 @@ def rows() -> tuple:
 def beside_llama(family: Any) -> str:
     """Says what a family's layer and head have that Llama's have not."""
     norms, said = family.norms, []
-    if tuple(norms) != PLAIN:
+    if tuple(name is not None for name in norms) != PLAIN:
         said.append("norms of the branches" if norms.inputs is None else "norms in front of the branches and of them")
     if family.offset:
         said.append(f"norms with {family.offset:g} + weight")
@@ -52,12 +53,15 @@ def beside_llama(family: Any) -> str:
     cap = f", whose logits have a cap since transformers {since}," if since else ", whose logits have no cap," if uncapped else ""
     which = "the other classes" if len(family.towers) > 1 else "the second class"
     said += [f"in {which}{cap} a vision tower, left as it is"] if family.towers else []
+    said += [f"{CALLED[name]} called as it is, and what lies around it fused" for name in family.called]
     return ", ".join(said) or "–"
 
 
 def heads(family: Any) -> str:
     """Says in how many kernels the queries and keys get from the projection to attention."""
     scaled = "; their scale in PyTorch" if family.position_scale else ""
+    if "self_attn" in family.called:
+        return "transformers' own"
     if family.qk_norm == "whole":
         return f"norms and rotary embedding in one kernel, in bf16 with the heads of released models; else a kernel for each{scaled}"
     lengths = " of 128 or 256" if family.offset else " of 128"
