@@ -69,16 +69,16 @@ def test_a_forward_that_does_what_no_row_says_is_refused(loaded, family):
 
 
 @pytest.mark.parametrize("what", (
-    lambda logits: logits.float(), lambda logits: logits + 1, lambda logits: 1 / logits, lambda logits: logits[..., :5],
+    lambda logits: logits.to(torch.bfloat16), lambda logits: logits + 1, lambda logits: 1 / logits, lambda logits: logits[..., :5],
     lambda logits: torch.relu(logits), lambda logits: logits.tanh().tanh(), lambda logits: logits * torch.tensor(2.0),
     lambda logits: torch.mul(logits, 2, out=None), lambda logits: logits.shape, lambda logits: torch.zeros(2, 9, 64),
 ))
 def test_nothing_else_happens_to_logits_that_are_not_made(qwen3, monkeypatch, what):
     model = tiny_model()
     qwen3.apply()
-    headless = hf(qwen3, "causal_lm")._Headless
-    lm_head = headless.lm_head
-    monkeypatch.setattr(headless, "lm_head", lambda self, hidden: what(lm_head(self, hidden)))
+    head = hf(qwen3, "causal_lm")._OnTheWay
+    call = head.__call__
+    monkeypatch.setattr(head, "__call__", lambda self, hidden: what(call(self, hidden)))
     with pytest.raises((RuntimeError, TypeError)):
         model(input_ids=TOKENS, labels=TOKENS)
 
@@ -100,5 +100,7 @@ def test_what_was_done_is_read_in_every_form(loaded):
         (torch.tanh(unmade / 30.0) * 30.0, 1, 30),
         (torch.mul(torch.tanh(torch.div(unmade * 2, 30.0)), 30.0), 2, 30),
         ((unmade * 0.5).tanh() * 4, 2, 4),
+        ((unmade.float() / 49.0).to(torch.float32).tanh().contiguous() * 49.0, 1, 49),
     ):
         assert math.isclose(made.done.scale, scale) and made.done.softcap == softcap
+        assert scale != 1 or made.done.scale == 1

@@ -94,10 +94,7 @@ def test_a_model_of_transformers_without_a_row(decoders):
     decoders.kernelize(model)
     found = step_of(model)
     found.assert_same(expected, 3)
-    assert {"RMSNorm", "rotary embedding"} == fused(decoders, model).keys() and found.output.logits is not None
-    reasons = {row.part: row.reason for row in decoders.explain(model).rows}
-    said = "Qwen2_5OmniThinkerForConditionalGeneration makes all logits and computes its loss from them"
-    assert reasons["loss without logits"] == said
+    assert {"RMSNorm", "rotary embedding", "loss without logits"} == fused(decoders, model).keys() and found.output.logits is None
 
 
 CHANGED = {

@@ -4,7 +4,7 @@ a forward does not name, and callers may pass arguments by position."""
 
 import inspect
 import warnings
-from typing import Any, Callable, Dict, Mapping, Sequence
+from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
 import torch
 
@@ -34,14 +34,28 @@ def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], 
         rest: the name of these other keywords in the signature.
     """
     current = tuple(map(named, names))
-    required = [name for name in current if DEFAULTS.get(name) is inspect.Parameter.empty]
-    former = [(name, RENAMED[name]) for name in names if name in RENAMED]
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, either, default=DEFAULTS.get(name)) for name in current]
+    others = inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD)
+    signature = inspect.Signature([inspect.Parameter("self", either), *given, others])
+    return forward_like(signature, run, [(name, RENAMED[name]) for name in names if name in RENAMED])
+
+
+def forward_like(
+    signature: inspect.Signature, run: Callable[[Any, Dict[str, Any]], Any], former: Sequence[Tuple[str, str]] = ()
+) -> Callable[..., Any]:
+    """Makes the forward of `forward_of` with a signature, the module's own argument included. It takes any others as keywords, which `run`
+    has to refuse. former: names that arguments had, and have now."""
+    given = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD][1:]
+    current = tuple(each.name for each in given)
+    by_position = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in given)
+    required = [each.name for each in given if each.default is inspect.Parameter.empty]
 
     def forward(self, *args, **kwargs):
         for before, now in former:
             if before in kwargs:
                 _rename(self, kwargs, before, now)
-        if len(args) > len(current):
+        if len(args) > by_position:
             raise _misplaced(self, current, f"{len(args)} by position")
         for name, value in zip(current, args):
             if name in kwargs:
@@ -52,10 +66,7 @@ def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], 
                 raise TypeError(f"{type(self).__name__}.forward got no {name}, expected one")
         return run(self, kwargs)
 
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    given = [inspect.Parameter(name, either, default=DEFAULTS.get(name)) for name in current]
-    others = inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = inspect.Signature([inspect.Parameter("self", either), *given, others])  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 

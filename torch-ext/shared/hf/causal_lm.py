@@ -12,14 +12,17 @@ from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .explanation import ADVICE, Reason
+from .flow_values import Path, follow
 from .head import Head, Unmade, check_head
 from .lookups import replaced_below
-from .modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward
+from .modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward, own_forward, why_not_own
 from .padding import may_change, without_padding
-from .weights import call_with, plain_weight, rows_of, sharded_weight, why_not_plain
+from .weights import call_with, held, plain_weight, rows_of, sharded_weight, why_not_plain
 
 NO_CHANGE = Head()
-SHAPE = SAVED + "shape"  # on a causal LM whose forward is known by its text (shapes.py)
+# On a causal LM whose forward was read (shapes.py): of its `Flow`, head, vocabulary and takes_return_dict.
+SHAPE = SAVED + "shape"
+OF_ROWS = ("lm_head",), (), True  # the same of the models of a row
 SAID = SAVED + "said"  # on a causal LM: the reasons for which it made logits, that the user was told
 WANTED = ("loss", "model")  # reasons for logits that are the user's own wish: a loss or a forward of their own
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
@@ -116,30 +119,56 @@ class _WithLoss:
         return self.found.loss if isinstance(self.found, LinearCrossEntropyOutput) else self.found
 
     def loss(self, logits, labels, vocab_size, kwargs):
-        return causal_lm_loss_of_logits(logits, labels, vocab_size, **kwargs, **self.options)
+        return causal_lm_loss_of_logits(logits, labels, vocab_size, **{**self.options, **kwargs})
 
 
 class _Headless(_WithLoss):
     """A `_WithLoss` whose head makes no logits: the loss takes the hidden states and the head's weight. of_family: what is done to
-    logits before the loss."""
+    logits before the loss, None for whatever the forward does. path: the attributes that lead to the head."""
 
-    def __init__(self, model, options, of_family: Head):
+    def __init__(self, model, options, of_family: Optional[Head], path: Path):
         super().__init__(model, options)
-        self.of_family = of_family
+        self.of_family, self.path = of_family, path
 
-    def lm_head(self, hidden):
-        return Unmade(hidden)
+    def __getattr__(self, name):
+        return _on_the_way(self.whole, name, self.path)
 
     def loss(self, logits, labels, vocab_size, kwargs):
         if not isinstance(logits, Unmade):
-            raise RuntimeError(f"the loss got a {type(logits).__name__}, expected what lm_head returned. Pass skip_logits=False")
-        check_head(logits.done, self.of_family)
-        head, options = self.whole.lm_head, _with_softcap(self.options, self.of_family.softcap)
-        hidden = logits.hidden if self.of_family.scale == 1 else logits.hidden * self.of_family.scale
-        weight = plain_weight(head)
+            raise RuntimeError(f"the loss got a {type(logits).__name__}, expected what the head returned. Pass skip_logits=False")
+        if self.of_family is not None:
+            check_head(logits.done, self.of_family)
+        made = self.of_family or logits.done
+        head, options, scale = follow(self.whole, self.path), _with_softcap(self.options, made.softcap), made.scale
+        hidden = logits.hidden if scale == 1 else logits.hidden * scale
+
+        def loss_of(hidden, weight, bias):
+            bias = bias if bias is None or scale == 1 else bias * scale
+            return causal_lm_loss(hidden, weight, bias, labels, **{**options, **kwargs})
+
+        weight = plain_weight(head, True)
         if weight is not None:
-            return causal_lm_loss(hidden, weight, None, labels, **kwargs, **options)
-        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **options), head, hidden)
+            return loss_of(hidden, weight, held(head, "bias"))
+        return call_with(lambda hidden: loss_of(hidden, head.weight, None), head, hidden)
+
+
+class _OnTheWay:
+    """Stands in a model's forward for a module that the head is in, or for the head itself, and path is empty."""
+
+    def __init__(self, module, path: Path):
+        self.module, self.path = module, path
+
+    def __getattr__(self, name):
+        return _on_the_way(self.module, name, self.path)
+
+    def __call__(self, *args, **kwargs):
+        return original_forward(self.module)(self, *args, **kwargs) if self.path else Unmade(*args, **kwargs)
+
+
+def _on_the_way(module, name: str, path: Path):
+    """What a module has under a name, with a stand-in where that leads to the head."""
+    found = getattr(module, name)
+    return _OnTheWay(found, path[1:]) if path and name == path[0] else found
 
 
 def _with_softcap(options, softcap: Optional[float]):
@@ -188,18 +217,30 @@ def why_logits_are_wanted(model) -> Optional[Reason]:
 
 def why_head_is_not_plain(model) -> Optional[Reason]:
     """Why something other than PyTorch's own layer, sharded or not, stands between the hidden states and the logits; None if nothing."""
-    weight = plain_weight(model.lm_head)
+    path, vocabulary, _ = vars(model).get(SHAPE, OF_ROWS)
+    for end in range(1, len(path)):
+        module = follow(model, path[:end])
+        if own_forward(module) is not type(module).forward:
+            return why_not_own(module, ".".join(path[:end]))
+    name, head = ".".join(path), follow(model, path)
+    weight = plain_weight(head, True)
     if weight is None:
-        weight = sharded_weight(model.lm_head)
+        weight = sharded_weight(head)
     if weight is None:
-        reason = why_not_plain(model.lm_head)
+        reason = why_not_plain(head, True)
         assert reason is not None, "else its weight is plain"
-        return reason.of("lm_head")
+        return reason.of(name)
     if all_are_listened_to():
         return Reason("hooks", "hooks listen to all modules of the process")
-    expected = getattr(model.config, "text_config", model.config).vocab_size
-    rows = rows_of(model.lm_head, weight)
-    return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
+    expected = follow(model, vocabulary) if vocabulary else getattr(model.config, "text_config", model.config).vocab_size
+    rows = rows_of(head, weight)
+    said = ".".join(vocabulary) or "config.vocab_size"
+    return None if rows == expected else Reason("model", f"{name} has {rows} rows, and {said} is {expected}")
+
+
+def why_logits_are_made(model) -> Optional[Reason]:
+    """Why a loss comes with logits in training mode; None where it does not. model: one with a forward of ours."""
+    return why_loss_is_not_standard(model) or why_logits_are_wanted(model) or why_head_is_not_plain(model)
 
 
 def _skips_logits(model, kwargs) -> bool:
@@ -219,13 +260,13 @@ def _say_that_logits_are_made(model, reason: Reason, kwargs) -> None:
         warnings.warn(f"{type(model).__name__} makes all logits for its loss: {reason.text}{advice}", RuntimeWarning, stacklevel=3)
 
 
-def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
+def causal_lm_forward(self, labels=None, head: Optional[Head] = NO_CHANGE, **kwargs):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
     That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments.
 
     Args:
-        head: what a model of this family makes of its logits before the loss.
+        head: what a model of this family makes of its logits before the loss; None for whatever its forward makes.
         kwargs: the other arguments of the model's forward; `OPTIONS`, which stand before what `apply` was given; and `skip_logits`: whether
             a loss comes without logits, in training mode by default.
     """
@@ -246,24 +287,26 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
         if name in kwargs:
             options[name] = kwargs.pop(name)
     options.pop("skip_logits", None)
-    if "ignore_index" in options:
-        kwargs.setdefault("ignore_index", options.pop("ignore_index"))
+    path, _, takes_return_dict = vars(self).get(SHAPE, OF_ROWS)
     if skip_logits and reason is None:
-        seen: _WithLoss = _Headless(self, options, head)
+        seen: _WithLoss = _Headless(self, options, head, path)
     elif options:
         skip_logits, seen = False, _WithLoss(self, options)
     else:
         return forward(self, labels=labels, **kwargs)
-    return_dict = kwargs.pop("return_dict", None)
-    as_tuple = not (getattr(self.config, "return_dict", True) if return_dict is None else return_dict)
-    if skip_logits and may_change(kwargs):
-        ignore_index = kwargs.get("ignore_index", -100)
+    return_dict, as_tuple = kwargs.get("return_dict"), False
+    if takes_return_dict:
+        as_tuple = not (getattr(self.config, "return_dict", True) if return_dict is None else return_dict)
+        kwargs["return_dict"] = True
+    # The layers of a model without a row may look at other tokens of a row in ways that only its own forward knows of.
+    if skip_logits and SHAPE not in vars(self) and may_change(kwargs):
+        ignore_index = kwargs.get("ignore_index", options.get("ignore_index", -100))
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs, places = without_padding(self, target, ignore_index, kwargs, options)
         if places is not None:
             more = kwargs["inputs_embeds"].shape[1] - places.numel()
             kwargs["shift_labels"] = nn.functional.pad(target[places], (0, more), value=ignore_index)[None]
-    output = forward(seen, labels=labels, return_dict=True, **kwargs)
+    output = forward(seen, labels=labels, **kwargs)
     if skip_logits and seen.found is None:
         raise RuntimeError(f"{type(self).__name__}.forward calls no self.loss_function, expected it for labels. Pass skip_logits=False")
     cls, fields = type(output), dict(output)

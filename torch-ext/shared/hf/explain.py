@@ -1,7 +1,7 @@
 """Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
 
 from collections import Counter
-from typing import Any, Callable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -9,8 +9,10 @@ from ..ops.common import side_by_side
 from . import ownership, trl
 from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
-from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
+from .causal_lm import why_logits_are_made
 from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
+from .logits_flow import Flow
+from .losses import INSIDE, Read
 from .packing import GROUPS, why_apart
 from .weights import plain_weight, weight_within
 
@@ -40,25 +42,42 @@ def _why_apart(layer, rows) -> List[Tuple[str, Optional[Reason]]]:
     return found
 
 
-OPERATION_OF = {"decoder layer": "decoder_layer", "loss without logits": "fused_linear_cross_entropy"}
+def explain_losses(found: Counter, model, known: Sequence[torch.nn.Module], losses: Read, left: Optional[Reason] = None) -> None:
+    """Counts the causal LMs of a model by why their losses come with logits. known: those that a row is for; losses: those whose forwards
+    were read; left: why the loss of the first is transformers' own. What another causal LM holds has its loss there, unless that gives it
+    labels."""
+    givers = [module for module, flow in losses.items() if isinstance(flow, Reason) and flow.code == INSIDE]
+    losses = {module: flow for module, flow in losses.items() if module not in givers}
+    others = losses_of_others(model, [*known, *(module for module, flow in losses.items() if isinstance(flow, Flow))])
+    others = {module: text for module, text in others.items() if not any(module in giver.modules() for giver in givers)}
+    held = {part for module in losses for part in module.modules() if part is not module}
+    for causal_lm in dict.fromkeys([*known, *losses, *others]):
+        flow: Any = losses.get(causal_lm)
+        if causal_lm in held:
+            continue
+        if isinstance(flow, Reason):
+            reason: Optional[Reason] = flow
+        elif causal_lm in others:
+            reason = Reason("class", others[causal_lm])
+        elif ownership.runs_ours(causal_lm):
+            reason = why_logits_are_made(causal_lm)
+        else:
+            reason = _why_not_ours(causal_lm, None if flow else left)
+        found[LOSS, reason] += 1
+
+
+LOSS = "loss without logits"
+OPERATION_OF = {"decoder layer": "decoder_layer", LOSS: "fused_linear_cross_entropy"}
 
 
 def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module],
-            left: Mapping[str, Tuple[Reason, int]]) -> Explanation:
+            left: Mapping[str, Tuple[Reason, int]], losses: Read) -> Explanation:
     """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
-    [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers."""
+    [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers. losses:
+    as of `explain_losses`."""
     unknown = {part: left[name][0] for part, name in OPERATION_OF.items() if name in left}
     found: Counter = Counter()
-    others = losses_of_others(model, causal_lms)
-    for causal_lm in (module for module in causal_lms if module not in others):
-        reason: Optional[Reason]
-        if ownership.runs_ours(causal_lm):
-            reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
-        else:
-            reason = _why_not_ours(causal_lm, unknown.get("loss without logits"))
-        found["loss without logits", reason] += 1
-    for text in others.values():
-        found["loss without logits", Reason("class", text)] += 1
+    explain_losses(found, model, causal_lms, losses, unknown.get(LOSS))
     for layer, explain_layer in layers:
         if not ownership.runs_ours(layer):
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1

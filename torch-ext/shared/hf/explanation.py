@@ -34,6 +34,8 @@ ADVICE = {
     "dtype": "load the model in one dtype",
     "tensor": "",
     "skip_logits": "leave skip_logits out of the options of the loss",
+    "inside": "",
+    "forward": "nothing: its loss is computed from all logits, as without this package",
     "class": "train the text's own model, such as MistralForCausalLM, where a batch has no images",
     "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
     "below": "put back what the name stood for, or accept that it is called where transformers calls it",

@@ -20,8 +20,8 @@ class Head(NamedTuple):
 
 
 class Unmade:
-    """Stands in a model's forward for logits that are never made. It may be scaled and capped, which `done` says; all else raises
-    RuntimeError.
+    """Stands in a model's forward for logits that are never made. It may be scaled and capped, which `done` says, and cast to float32; all
+    else raises RuntimeError.
 
     hidden: [..., features], what went into the head. factor: by which the products are multiplied; capped: the product of the factors
     before a tanh, None without one; factor is then that after it.
@@ -34,7 +34,8 @@ class Unmade:
     def done(self) -> Head:
         if self.capped is None:
             return Head(self.factor)
-        return Head(self.capped * self.factor, self.factor)
+        scale = self.capped * self.factor
+        return Head(1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale, self.factor)  # 30 * (1 / 30) is not 1
 
     def __mul__(self, other) -> "Unmade":
         if type(other) not in (int, float):
@@ -47,6 +48,20 @@ class Unmade:
         if type(other) not in (int, float):
             raise _refused(f"divides the logits by a {type(other).__name__}")
         return Unmade(self.hidden, self.factor / other, self.capped)
+
+    def float(self) -> "Unmade":
+        return self  # the loss computes in float32
+
+    contiguous = float
+
+    def to(self, dtype) -> "Unmade":
+        if dtype is not torch.float32:
+            raise _refused(f"casts the logits to {dtype}")
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
 
     def tanh(self) -> "Unmade":
         if self.capped is not None:

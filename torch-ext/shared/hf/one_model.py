@@ -15,6 +15,7 @@ from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .explanation import Reason
 from .families import LOSS, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
+from .losses import put_losses_on, read_losses
 from .modules import SAVED, is_marked, is_transformers_own, without_decorators
 from .padding import KEEPS
 from .shapes import explanation as explain_shapes
@@ -137,7 +138,7 @@ def kernelize(
     families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, shapes=None
 ):  # fmt: skip
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
-    a row by the texts of their parts, too."""
+    a row by the texts of their parts, too, and the loss of any model."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     trl.options_of(log_probs)  # raises before anything is changed
@@ -147,7 +148,8 @@ def kernelize(
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []
     put_on(parts)
-    if not chosen and not parts:
+    others = {} if shapes is None else read_losses(model, _classes_with_losses(families))
+    if not put_losses_on(others) and not chosen and not parts:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
     note(patching.unknown_of([_without_losses_of_others(family, model) for family, each in pairs_of if each is not None]), stacklevel=3)
@@ -209,10 +211,17 @@ def capture(families: Families, model, batch, tokens):
     return model
 
 
+def _classes_with_losses(families: Families) -> tuple:
+    """The classes whose losses the rows of families are for, those of which transformers' module is imported."""
+    found = (ownership.class_of(targets, targets.classes[loss][0]) for targets in families for loss in targets.losses())
+    return tuple(cls for cls in found if cls is not None)
+
+
 def explain(families: Families, model, shapes=None):
     """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
+    losses = {} if shapes is None else read_losses(model, _classes_with_losses(families))
     if shapes is not None and not _modules_of(families, model, "decoder_layer"):
-        known = explain_shapes(shapes, model, ownership.runs_ours)
+        known = explain_shapes(shapes, model, ownership.runs_ours, losses)
         if known is not None:
             return known
     found = _decoder_layers(families, model)
@@ -225,4 +234,5 @@ def explain(families: Families, model, shapes=None):
             operation = argument_of(operation)
             before = left[operation][1] if operation in left else 0
             left[operation] = why_left(texts), before + count
-    return explanation.explain(model, [(layer, targets.explain_layer) for targets, layer in found], _causal_lms(families, model), left)
+    layers = [(layer, targets.explain_layer) for targets, layer in found]
+    return explanation.explain(model, layers, _causal_lms(families, model), left, losses)

@@ -1,36 +1,33 @@
 """Finds, in a model of no family of the table, the parts that compute what those of a family compute: in a user's own file, in remote code,
 in a family of transformers without a row. What decides is the text of a forward, never a name: its fingerprint must be that of a tested
-release, the running bytecode must be what the text compiles to, and all that the text names must be what it is in transformers.
+release, the running bytecode must be what the text compiles to, and all that the text names must be what it is in transformers. The loss is
+found in another way (losses.py).
 """
 
 import ast
-import dis
 import functools
-import linecache
 from collections import Counter
-from types import FunctionType, ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from types import FunctionType
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import torch
 from torch import nn
 
-from .causal_lm import SHAPE
 from .decoder_layer import FusedLayer
-from .explanation import Explanation, Reason, explanation_of, losses_of_others
-from .fingerprint import fingerprint_of
+from .explain import explain_losses
+from .explanation import Explanation, Reason, explanation_of
 from .forwards import rotary_of, unless_replaced
 from .known_texts import TEXTS
-from .layers import causal_lm_of, mlp_of, rms_norm_of
+from .layers import mlp_of, rms_norm_of
 from .lookups import ROTARY, function_in, replaced_below
-from .modules import decoder_of, without_decorators
+from .losses import Read
+from .modules import without_decorators
 from .ownership import bind, copy_with
+from .texts import globals_in, text_of
 from .weights import held
 
 HALF = "rotate_half"
-LIBRARIES = ("torch", "transformers")
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
-LOSS = "loss without logits"
-PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding", "fused_linear_cross_entropy": LOSS}
+PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding"}
 ROW = "a row of the table would join each norm with the projections after it, their rotary embedding and the residual connections"
 
 
@@ -44,17 +41,8 @@ class Part(NamedTuple):
 
 def put_on(parts: Sequence[Part]) -> None:
     """Gives each part its forward of ours."""
-    for operation, module, forward in parts:
+    for _, module, forward in parts:
         bind(module, forward)
-        if operation == "fused_linear_cross_entropy":
-            vars(module)[SHAPE] = True
-
-
-class Text(NamedTuple):
-    """A function's text. node: its syntax tree; fingerprint: of it, under the name that the function has in transformers."""
-
-    node: Any
-    fingerprint: str
 
 
 class Shapes:
@@ -71,8 +59,6 @@ class Shapes:
             family = own.family
             texts = TEXTS.get(family.modeling, {})
             made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (family.mlp_class(), mlp_of(family))}
-            if not family.whole:
-                made["fused_linear_cross_entropy"] = family.causal_lm(), causal_lm_of(family)
             for operation, (name, layer) in made.items():
                 for fingerprint in texts.get(f"{name}.forward", {}).values():
                     found.setdefault((operation, fingerprint), layer.forward)
@@ -107,7 +93,7 @@ class Shapes:
         inner = without_decorators(forward)
         if type(inner) is not FunctionType or inner.__closure__:
             return None
-        names = {name: self._rotary(inner.__globals__.get(name)) for name in _globals_in(inner)}
+        names = {name: self._rotary(inner.__globals__.get(name)) for name in globals_in(inner)}
         ours = {name: function for name, function in names.items() if function is not None}
         return copy_with(forward, ours) if ours else None
 
@@ -117,73 +103,6 @@ class Shapes:
         half = None if text is None else text_of(function.__globals__.get(HALF), HALF)
         rotate = None if text is None or half is None else self.known.get(("rope", text.fingerprint + half.fingerprint))
         return rotate and unless_replaced(rotate, lambda: replaced_below(function), lambda: function)
-
-
-# ---------------------------------------------------------------- texts
-def text_of(function, name: str, others: Tuple[str, ...] = ()) -> Optional[Text]:
-    """The text of a plain function as if it were called `name`; None where there is none, where the bytecode is not what the text compiles
-    to, or where a global name stands for something else than in transformers. others: names that the caller looks at itself."""
-    if type(function) is not FunctionType or function.__closure__:
-        return None
-    text = _text_of(function.__code__, name)
-    if text is None or not all(_is_known(function, used) for used in _globals_in(function) if used not in others):
-        return None
-    return text
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_of(code, name: str) -> Optional[Text]:
-    tree, compiled = _file("".join(linecache.getlines(code.co_filename)), code.co_filename)
-    place = code.co_name, code.co_firstlineno
-    if tree is None or all(_runs(again) != _runs(code) for again in _codes(compiled) if (again.co_name, again.co_firstlineno) == place):
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and place == (node.name, min([node.lineno, *[one.lineno for one in node.decorator_list]])):
-            return Text(node, fingerprint_of(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "name": name})))
-    return None
-
-
-@functools.lru_cache(maxsize=16)
-def _file(source: str, path: str) -> tuple:
-    """(syntax tree, code object) of a file, None for one that is no Python. What a function compiles to depends on the file's imports."""
-    try:
-        tree = ast.parse(source)
-        return tree, compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return None, None
-
-
-def _codes(code) -> Iterator[Any]:
-    for value in code.co_consts:
-        if isinstance(value, type(code)):
-            yield value
-            yield from _codes(value)
-
-
-def _runs(code) -> tuple:
-    """What of a code object says what it does."""
-    consts = [(type(value), value) for value in code.co_consts if not isinstance(value, (type(code), str))]
-    return code.co_code, code.co_names, code.co_varnames, code.co_argcount, code.co_kwonlyargcount, repr(consts)
-
-
-def _globals_in(function) -> List[str]:
-    return _names_in(function.__code__)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in(code) -> List[str]:
-    return sorted({step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
-
-
-def _is_known(function, name: str) -> bool:
-    """Tells whether a global name of a function is a library, something of a library under its own name, or a builtin."""
-    if name not in function.__globals__:
-        return True
-    value = function.__globals__[name]
-    if isinstance(value, ModuleType):
-        return value is {"torch": torch, "nn": nn, "F": nn.functional}.get(name)
-    of_library = (getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
-    return of_library and getattr(value, "__name__", name) == name
 
 
 # ---------------------------------------------------------------- modules
@@ -222,30 +141,21 @@ def _is_mlp(module) -> bool:
     return not module._parameters and all(isinstance(child, nn.Module) for child in module._modules.values())
 
 
-def _is_causal_lm(module) -> bool:
-    decoder, head = decoder_of(module), module._modules.get("lm_head")
-    return head is not None and hasattr(decoder, "config") and hasattr(getattr(module, "config", None), "vocab_size")
-
-
-_FITS: Mapping[str, Callable[[nn.Module], bool]] = {"rms_norm": _is_norm, "swiglu": _is_mlp, "fused_linear_cross_entropy": _is_causal_lm}
+_FITS: Mapping[str, Callable[[nn.Module], bool]] = {"rms_norm": _is_norm, "swiglu": _is_mlp}
 
 
 # ---------------------------------------------------------------- what explain says
-def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bool]) -> Optional[Explanation]:
+def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bool], losses: Read) -> Optional[Explanation]:
     """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
     this package is on it."""
     found: Counter = Counter()
     parts = _all_parts(shapes, model)
-    others = losses_of_others(model, [part.module for part in parts if PARTS[part.operation] == LOSS])
     for operation, module, _ in parts:
-        if PARTS[operation] == LOSS and module in others:
-            continue
         left = None if ours(module) else Reason("unpatched", f"{type(module).__name__}'s own forward")
         found[PARTS[operation], left] += 1
+    explain_losses(found, model, (), losses)
     if not found:
         return None
-    for text in others.values():
-        found[LOSS, Reason("row", text)] += 1
     known = {id(part.module) for part in parts if part.operation == "rms_norm"}
     for module in model.modules():
         if _is_norm(module) and id(module) not in known:

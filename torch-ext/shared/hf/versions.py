@@ -152,6 +152,11 @@ def _read(module: str, source: str) -> _Module:
     return _Module(known, {cls: reads(tree, cls) for cls in classes})
 
 
+def changed_texts(module: str) -> List[str]:
+    """Lists what a module of transformers defines with another text than in every tested release."""
+    return [name for name, known in _read(module, source_of(module)).known.items() if not known]
+
+
 def unfit_texts(targets) -> Dict[str, Tuple[Unfit, ...]]:
     """Lists by operation the texts that have changed since every tested release, and those that read what the row does not account for:
     each of these operations has to stay transformers' own."""
