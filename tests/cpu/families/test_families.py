@@ -317,7 +317,7 @@ def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)
-    assert not calls
+    assert set(calls) == {node for node in nodes_of(name) if CALLED.get(name) == "norm_mlp"}  # whose MLP is called whatever is in it
 
 
 @pytest.mark.parametrize("name", ("phi3",))
