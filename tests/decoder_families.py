@@ -100,7 +100,7 @@ VARIANTS: dict = {
     "glm4": {"no biases": {"attention_bias": False}, "whole rotary": {"partial_rotary_factor": 1.0}},
     "ernie4_5": {"biases": {"use_bias": True}, "tied": TIED},
     "helium": {"tied": TIED, "biases": BIASES},
-    "cwm": {"windows in turns": IN_TURNS, "tied": TIED},
+    "cwm": {"windows in turns": IN_TURNS, "tied": TIED, "biases": {"mlp_bias": True}},
     "apertus": {"biases": {"attention_bias": True}, "tied": TIED},
     "arcee": {"biases": BIASES, "tied": TIED},
     "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
@@ -125,7 +125,9 @@ UNCHANGING: dict = {
         *("time_step_limit", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     },
     "phi3": {"embd_pdrop", "resid_pdrop"},
-    "gemma2": {"use_bidirectional_attention"},
+    **dict.fromkeys(("gemma", "gemma2"), {"use_bidirectional_attention"}),
+    "exaone4": {"sliding_window_pattern"},  # of which layer_types is made
+    "hunyuan_v1_dense": {"eod_token_id"},
     "gemma3_text": {"attn_logit_softcapping"},
 }
 
