@@ -66,7 +66,7 @@ upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth
 	$(BIN)/python -m tools.publish
 
 hub: $(READY) ## a local Hub on http://127.0.0.1:8765
-	$(BIN)/python -m tools.hub_server --root .cache/hub --port 8765
+	$(BIN)/python -m tools.hub --port 8765
 
 bench-all: $(READY) ## every run that the tables need, in the order of their weight (RUNS=steps,lora for some, BUDGET=540 for 9 minutes)
 	$(BIN)/python -m benchmark.all $(if $(RUNS),--runs $(call quoted,$(RUNS))) $(if $(BUDGET),--budget-s $(BUDGET))

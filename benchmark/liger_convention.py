@@ -116,6 +116,6 @@ def run_case(operation: Operation, case: Case, settings: Settings, functions: di
             log(f"  {provider} fails: {message(failure)}")
             mine = [row(provider, mode, "speed", failure) for mode in settings.modes_of(operation)]
         settings.clock.clean()
-        rows.save(settings.results, records.LIGER_FILE, mine)
+        rows.save(settings.results, records.LIGER_FILE.with_suffix(""), mine)
         found += mine
     return found

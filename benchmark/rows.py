@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TypeVar
 
 from . import models, records
 from .command_line import Settings, results_folder
@@ -12,53 +13,54 @@ from .timing import Quantiles
 
 Value = Quantiles | float | Exception | None
 Numbers = tuple[float | None, float | None, float | None]
+Schema = TypeVar("Schema", bound=Measurement)
 
 
-def numbers_and_error(value: Value) -> tuple[Numbers, dict[str, str]]:
-    """Return a row's three numbers, and for its configuration why it has none."""
+def row(
+    schema: type[Schema], names: tuple[str, str, str, str, str], x: tuple[str, str, str], value: Value, gpu: str, config: dict,
+    environment: dict | None = None,
+) -> Schema:  # fmt: skip
+    """Return a row of a schema; its configuration has the environment, and where there is no number the reason.
+
+    names: kernel, provider, mode, metric and unit; x: name, label and value; gpu: its name; environment: without it, this process's.
+    """
+    numbers: Numbers = (None, None, None)
     if isinstance(value, Exception):
-        return (None, None, None), {"error": message(value)}
-    if isinstance(value, Quantiles):
-        return (value.median, value.low, value.high), {}
-    return (value, value, value), {}
+        config = {**config, "error": message(value)}
+    else:
+        numbers = (value.median, value.low, value.high) if isinstance(value, Quantiles) else (value, value, value)
+    extra = json.dumps({**config, **(environment or records.environment())}, sort_keys=True)
+    return schema(*names, *x, *numbers, extra, gpu)
 
 
 def case_row(
     operation: Operation, case: Case, settings: Settings, provider: str, mode: str, metric: str, unit: str, value: Value, **config
 ) -> Row:
     """Return the row of one metric of a provider."""
-    numbers, error = numbers_and_error(value)
-    known = {**case.config, "dtype": settings.dtype_name, "timing": settings.timing, "rounds": settings.rounds}
-    extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
-    return Row(operation.name, provider, mode, metric, unit, *case.x, *numbers, extra, records.gpu_name(settings.device))
+    known = {**case.config, "dtype": settings.dtype_name, "timing": settings.timing, "rounds": settings.rounds, **config}
+    return row(Row, (operation.name, provider, mode, metric, unit), case.x, value, records.gpu_name(settings.device), known)
 
 
 def liger_row(
     operation: Operation, case: Case, settings: Settings, provider: str, mode: str, metric: str, value: Value, **config
 ) -> LigerRow:
     """Return a row of Liger-Kernel's schema: "speed" in ms, "memory" in MB."""
-    numbers, error = numbers_and_error(value)
-    unit = {"speed": "ms", "memory": "MB"}[metric]
-    known = {**case.config, "rounds": settings.rounds, "bastile": records.package_version()}
-    extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
+    known = {**case.config, "rounds": settings.rounds, "bastile": records.package_version(), **config}
     kernel = (operation.liger and operation.liger.name) or operation.name
-    mode = mode.replace("_", "-")
-    return LigerRow(kernel, provider, mode, metric, unit, *case.x, *numbers, extra, records.gpu_name(settings.device))
+    names = (kernel, provider, mode.replace("_", "-"), metric, {"speed": "ms", "memory": "MB"}[metric])
+    return row(LigerRow, names, case.x, value, records.gpu_name(settings.device), known)
 
 
 def speed_row(args, kernel: str, provider: str, mode: str, x: tuple[str, str, str], value: Value, **config) -> Row:
     """Return the microseconds of what is no `Operation`. args: of `layers_parser`; x: name, label and value."""
-    numbers, error = numbers_and_error(value)
-    known = {"model": models.full_name(args.model), "layers": args.layers, "rounds": args.rounds}
-    extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
-    return Row(kernel, provider, mode, "speed", "us", *x, *numbers, extra, records.gpu_name(args.device))
+    known = {"model": models.full_name(args.model), "layers": args.layers, "rounds": args.rounds, **config}
+    return row(Row, (kernel, provider, mode, "speed", "us"), x, value, records.gpu_name(args.device), known)
 
 
 def save(results: Path | None, name: str | Path, rows: list) -> None:
-    """Write rows into <gpu>/<name> of a folder of results, where there is one. name: with or without ".csv"."""
+    """Write rows into <gpu>/<name>.csv of a folder of results, where there is one."""
     if results and rows:
-        first: Measurement = rows[0]
-        records.write((results / records.slug(first.gpu_name) / name).with_suffix(".csv"), rows)
+        records.write(results / records.slug(rows[0].gpu_name) / f"{name}.csv", rows)
 
 
 def save_speeds(args, name: str, rows: list[Row]) -> None:

@@ -1,7 +1,6 @@
 """The results of training steps: what the measuring processes report, as rows and as a printed table."""
 
 import argparse
-import json
 import os
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ from . import models, records, routing
 from .providers import is_ours
 from .records import Row
 from .report import log
-from .rows import numbers_and_error
+from .rows import Value, row, save
 from .step_parts import METRIC
 from .timing import Quantiles
 
@@ -119,21 +118,19 @@ class Results:
             if found.peak_gib:
                 rows.append(self._row(provider, tokens, "memory", "GiB", Quantiles.of(found.peak_gib)))
             if found.compile_s:  # later processes find some of it in a cache
-                longest = max(found.compile_s)
-                rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(longest, longest, longest)))
+                rows.append(self._row(provider, tokens, "compile_time", "s", max(found.compile_s)))
             for part, part_ms in found.parts.items():
                 rows.append(self._row(provider, tokens, METRIC, "ms", Quantiles.of(part_ms), ("part", "part of a step", part)))
             for step, loss in enumerate(found.losses, 1):
-                rows.append(self._row(provider, tokens, "loss", "nats", Quantiles(loss, loss, loss), ("step", "step", str(step))))
+                rows.append(self._row(provider, tokens, "loss", "nats", loss, ("step", "step", str(step))))
         for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)) if self.args.fresh else ():
             for provider, found_s in seconds.items():
                 rows.append(self._row(provider, min(self.args.tokens), metric, "s", Quantiles.of(found_s)))
         return rows
 
     def _row(
-        self, provider: str, tokens: int, metric: str, unit: str, value: Quantiles | None, x: tuple[str, str, str] | None = None, **config
+        self, provider: str, tokens: int, metric: str, unit: str, value: Value, x: tuple[str, str, str] | None = None, **config
     ) -> Row:
-        numbers, _ = numbers_and_error(value)
         x = x or ("tokens", "tokens in a sequence", str(tokens))
         known = {"model": models.full_name(self.args.model), "layers": self.args.layers, "tokens": tokens, "dtype": "bf16"}
         rounds = self.steps[provider, tokens].rounds if (provider, tokens) in self.steps else 0
@@ -142,13 +139,11 @@ class Results:
         known |= {"allocator": allocator} if allocator else {}
         if tokens in self.routings:
             known["routing"] = {"kind": self._routing_kind, **self.routings[tokens]}
-        extra = json.dumps(known | config | self.environment, sort_keys=True)
-        return Row(self.kernel, provider, "full", metric, unit, *x, *numbers, extra, self.gpu)
+        return row(Row, (self.kernel, provider, "full", metric, unit), x, value, self.gpu, known | config, self.environment)
 
     def save(self) -> None:
         """Write the rows, where there is a folder for them."""
-        if self.args.results and self.gpu:
-            records.write(self.args.results / records.slug(self.gpu) / f"{self.kernel}.csv", self.rows())
+        save(self.args.results, self.kernel, self.rows() if self.gpu else [])
 
     def print_table(self) -> None:
         """Print one line a length: milliseconds and GiB of each provider, Bastile against the best of the others; then the losses."""

@@ -27,8 +27,8 @@ if not __package__:  # a measuring process runs this as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import families, models, records, routing, unsloth_peer
-from .command_line import default_device, integers, new_parser, some_of
+from . import families, models, routing, unsloth_peer
+from .command_line import default_device, integers, new_parser, results_folder, some_of
 from .families import Family
 from .processes import Group
 from .providers import in_order, is_ours, package
@@ -89,8 +89,7 @@ def child_arguments(args, provider: str) -> list[str]:
 
 def run_all(kernel: str, script: str, args, gpus: int = 1, collect: type[Results] = Results) -> Results:
     """Run all providers in turns, every second round backwards, and write what they report as it comes."""
-    if args.results is None and args.device.startswith("cuda"):
-        args.results = records.RESULTS
+    args.results = results_folder(args)
     args.model = models.full_name(args.model)
     if args.layers == models.size(args.model).layers:
         args.layers = None  # as without the option: the same rows of the results

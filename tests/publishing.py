@@ -6,8 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from huggingface_hub import CommitOperationDelete
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from tools.card import fill_card
+from tools.hub import HubError, Repositories, listing
 from tools.kernel_package import read_package
 from tools.kernels_adapter import hash_files
 
@@ -147,12 +153,14 @@ class Mini:
         }
 
 
-def tree(hub, revision="v1"):
-    return hub.store.tree(hub.store.resolve(REPO, revision))
+def on_hub(hub, revision="v1"):
+    """The files of a revision by path."""
+    return dict(hub.repositories.resolve(REPO, revision).files)
 
 
-def content(hub, path, revision="v1"):
-    return hub.store.open_blob(tree(hub, revision)[path]["blob"]).read()
+def heads(hub):
+    """The commit of each branch; nothing where the repository is not there."""
+    return dict(hub.repositories.branches.get(REPO, {}))
 
 
 def on_disk(package):
@@ -166,14 +174,98 @@ def with_benchmarks(package):
     return on_disk(package) | {f"benchmarks/{name}": file.read_bytes() for name, file in found.items()}
 
 
-def on_hub(hub, revision="v1"):
-    return {path: hub.store.open_blob(entry["blob"]).read() for path, entry in tree(hub, revision).items()}
-
-
 def client_env(hub, tmp_path, **more):
     unset = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "LOCAL_KERNELS", "KERNELS_CACHE")
     env = {key: value for key, value in os.environ.items() if key not in unset}
     return {**env, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **more}
+
+
+class FakeApi:
+    """As much of huggingface_hub's HfApi as tools.publish calls, over the repositories of a `Hub` below."""
+
+    def __init__(self, hub, token):
+        self.hub, self.endpoint, self.token = hub, hub.endpoint, token
+
+    def __getattribute__(self, name):
+        """Notes each call, with its failure where the test planned one: before it is carried out, or after."""
+        found = super().__getattribute__(name)
+        if name.startswith("_") or not callable(found):
+            return found
+
+        def called(*arguments, **options):
+            self.hub.calls.append(name)
+            before, after = (self.hub.failures.get((name, when, self.hub.calls.count(name))) for when in ("before", "after"))
+            if before:
+                raise before
+            done = found(*arguments, **options)
+            if after:
+                raise after
+            return done
+
+        return called
+
+    def _answer(self, function, *arguments, write=False):
+        try:
+            if write and self.token != self.hub.token:
+                raise HubError(401, "Invalid credentials in Authorization header")
+            return function(*arguments)
+        except HubError as error:
+            kinds = {"RepoNotFound": RepositoryNotFoundError, "RevisionNotFound": RevisionNotFoundError}
+            response = SimpleNamespace(status_code=error.status, headers={}, request=None)
+            raise kinds.get(error.code, HfHubHTTPError)(str(error), response=response) from error
+
+    def list_repo_refs(self, repo_id, repo_type):
+        refs = self._answer(self.hub.repositories.refs, repo_id)
+        return SimpleNamespace(branches=[SimpleNamespace(name=name, target_commit=commit) for name, commit in refs.items()])
+
+    def list_repo_tree(self, repo_id, repo_type, revision, recursive):
+        for entry in listing(self._answer(self.hub.repositories.resolve, repo_id, revision).files, "", recursive):
+            kind = RepoFile if entry["type"] == "file" else RepoFolder
+            yield kind(**{**entry, "lfs": self.hub.lfs_entry(entry["path"], repo_id, revision)} if kind is RepoFile else entry)
+
+    def create_repo(self, repo_id, repo_type, exist_ok):
+        self._answer(self.hub.repositories.create_repo, repo_id, write=True)
+
+    def create_branch(self, repo_id, branch, repo_type, revision):
+        self._answer(self.hub.repositories.create_branch, repo_id, branch, revision, write=True)
+
+    def preupload_lfs_files(self, repo_id, additions, repo_type, revision, free_memory):
+        self._answer(self.hub.repositories.resolve, repo_id, revision, write=True)
+        self.hub.preuploaded += [addition.path_in_repo for addition in additions]
+
+    def create_commit(self, repo_id, operations, repo_type, revision, commit_message, parent_commit=None):
+        changes = {}
+        for operation in operations:
+            if isinstance(operation, CommitOperationDelete):
+                changes[operation.path_in_repo] = None
+                continue
+            with operation.as_file() as file:
+                changes[operation.path_in_repo] = file.read()
+        arguments = (repo_id, revision, changes, parent_commit)
+        return SimpleNamespace(oid=self._answer(self.hub.repositories.commit, *arguments, write=True))
+
+    def hf_hub_download(self, repo_id, filename, repo_type, revision, local_dir):
+        target = Path(local_dir) / filename
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(self._answer(self.hub.repositories.resolve, repo_id, revision).files[filename])
+
+
+class FakeHub:
+    """A Hub without HTTP. failures: what a call raises, by (its name, "before" or "after" it is carried out, the how manieth of that name);
+    lfs: the paths that are stored as large files."""
+
+    endpoint, token = "http://fake.hub", TOKEN
+
+    def __init__(self):
+        self.repositories, self.calls, self.failures, self.preuploaded, self.lfs = Repositories(), [], {}, [], set()
+
+    def lfs_entry(self, path, repo, revision):
+        data = self.repositories.resolve(repo, revision).files[path]
+        return {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 120} if path in self.lfs else None
+
+    def commit(self, changes, revision="v1"):
+        """What somebody else publishes."""
+        return self.repositories.commit(REPO, revision, changes)
 
 
 def command(package, hub, tmp_path, *arguments, **env):

@@ -267,7 +267,7 @@ GROUPS = (
         none,
         "each is a process that imports everything, and changes when imports do: run these files when you change those",
         {
-            "hub/test_hub_server.py": "what_a_machine_says_of_its_network_does_not_reach_the_tests",
+            "publishing/test_hub.py": "what_a_machine_says_of_its_network_does_not_reach_the_tests",
             "test_faults.py": "at_the_end_of_the_interpreter_nothing_is_printed",
             "test_sanitizer.py": "the_tests_for_a_gpu_need_no_compiler",
         },

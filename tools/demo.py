@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tools.demo_run import Run
-from tools.hub_server import HubServer
+from tools.hub import HubServer
 from tools.publish import PublishError, publish
 
 LIMIT_PERCENT = 0.5
@@ -123,7 +123,7 @@ def describe(device: str) -> str:
 
 def demo(model: str | None, steps: int, device: str, console: Console) -> int:
     """Returns the exit status. Raises DemoError or PublishError."""
-    with tempfile.TemporaryDirectory(prefix="bastile-demo-") as folder, HubServer(Path(folder) / "hub") as hub:
+    with tempfile.TemporaryDirectory(prefix="bastile-demo-") as folder, HubServer() as hub:
         console.print(f"A local Hub listens on {hub.endpoint}")
         publish(ROOT, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True, console=console)
         columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -21,7 +21,7 @@ from tests.cpu.test_readme import blocks
 from tests.fake_driver import flip_a_bit
 from tools import assemble, publish
 from tools.card import IMAGE, card_values, fill_card, render_card
-from tools.hub_server import HubServer
+from tools.hub import HubServer
 from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package, whole_package
 from tools.kernels_adapter import TESTED
 from tools.stage import stage
@@ -101,7 +101,7 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
     for name, folder in built_at.items():
         folder.mkdir(parents=True, exist_ok=True)
         built(folder, name)
-    with HubServer(tmp_path / "hub") as hub:
+    with HubServer() as hub:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "LOCAL_KERNELS", "BASTILE"))}
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "tools.publish", "--allow-dirty", "--allow-partial", "--token", hub.token]
@@ -118,7 +118,8 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         )
         assert not again.commits
         code = "\n".join(blocks((built_at["gpt-oss"] / "build/CARD.md").read_text(), "python"))
-        code += "\nqwen3 = get_kernel('bastile/qwen3', version=1, trust_remote_code=True)\nassert qwen3.get_patched_ops() == []\n"
+        for name in ("qwen3", "decoders", "qwen3_5"):
+            code += f"\nassert get_kernel('bastile/{name}', version=1, trust_remote_code=True).get_patched_ops() == []\n"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer', 'attention']" in done.stdout

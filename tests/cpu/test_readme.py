@@ -30,7 +30,7 @@ from tests.patched import calls_of
 from tests.versions import needs_decorators
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
-from tools.hub_server import HubServer
+from tools.hub import HubServer
 from tools.kernel_package import layer_names, public_names, read_package
 from tools.publish import publish
 from tools.targets import TARGETS
@@ -268,7 +268,7 @@ def results(package, installed, checkpoint, tmp_path_factory) -> Iterator[Result
     unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS", "BASTILE_STRICT")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     path = os.pathsep.join((str(installed), str(ROOT)))
-    with HubServer(folder / "hub") as hub:
+    with HubServer() as hub:
         publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True)
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         with contextlib.closing(Results(jobs(package, checkpoint), environment, folder)) as found:
@@ -336,7 +336,7 @@ def offline_after(code: str, endpoint: str, home: Path) -> str:
 def test_a_cluster_without_a_network_has_what_was_fetched_as_a_whole(package, tmp_path):
     """And not what `get_kernel` fetched, as the page says: where that has changed, so must the page."""
     (whole,) = [block for block in blocks(PAGES[INTEGRATIONS], "python") if "snapshot_download" in block]
-    with HubServer(tmp_path / "hub") as hub:
+    with HubServer() as hub:
         publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True)
         assert offline_after(whole, hub.endpoint, tmp_path / "whole").startswith("found ")
         assert offline_after(blocks(README, "python")[0], hub.endpoint, tmp_path / "part").startswith("missing ")

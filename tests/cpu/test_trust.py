@@ -1,7 +1,7 @@
 """What the package touches: nothing at import but its own files, and afterwards nothing but them.
 
 Python's audit hooks see every file, socket, process and library that Python code opens. tests/cpu/runtime/test_artifacts.py has the digests
-of what goes to the driver, tests/cpu/hub/test_hub_refusals.py what the local Hub refuses.
+of what goes to the driver, tests/cpu/publishing/test_hub.py what the local Hub refuses.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""A small package, a local Hub, and the upload of one to the other."""
+"""A small package, a Hub, and the upload of one to the other."""
 
 import io
 
 import pytest
 from rich.console import Console
 
-from tests.publishing import TOKEN, Mini
-from tools.hub_server import HubServer
-from tools.publish import publish
+from tests.publishing import TOKEN, FakeApi, FakeHub, Mini
+from tools import publish as publishing
+from tools.hub import HubServer
 
 
 @pytest.fixture
@@ -16,19 +16,27 @@ def package(tmp_path):
 
 
 @pytest.fixture
-def hub(tmp_path):
-    with HubServer(tmp_path / "hub", token=TOKEN) as server:
+def hub(monkeypatch):
+    """Without HTTP; what loads from it, or is a process of its own, needs `served`."""
+    found = FakeHub()
+    monkeypatch.setattr(publishing, "HfApi", lambda endpoint, token: FakeApi(found, token))
+    return found
+
+
+@pytest.fixture
+def served():
+    with HubServer(token=TOKEN) as server:
         yield server
 
 
 @pytest.fixture
-def upload(hub, package):
-    """Publish the package; the report, with what was printed as `report.text`."""
+def upload(request, package):
+    """Publish the package to the test's Hub; the report, with what was printed as `report.text`."""
+    hub = request.getfixturevalue("served" if "served" in request.fixturenames else "hub")
 
     def run(**options):
         console = Console(file=io.StringIO(), width=200)
-        options = {"endpoint": hub.endpoint, "token": TOKEN, **options}
-        report = publish(package.folder, console=console, **options)
+        report = publishing.publish(package.folder, console=console, **{"endpoint": hub.endpoint, "token": TOKEN, **options})
         report.text = console.file.getvalue()
         return report
 

@@ -9,7 +9,7 @@ import yaml
 from tests.publishing import (
     REPO,
     ROOT,
-    content,
+    on_hub,
 )
 from tools.card import fill_card, render_card
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
@@ -38,8 +38,8 @@ def test_images_of_a_card_are_published_beside_it(hub, package, upload):
     card.write_text(card.read_text() + "\n![Speed](charts/speed.png) ![far](https://huggingface.co/x.png)\n")
     package.build()
     upload()
-    assert b"![Speed](speed.png) ![far](https://huggingface.co/x.png)" in content(hub, "README.md", "main")
-    assert content(hub, "speed.png", "main") == b"png"
+    assert b"![Speed](speed.png) ![far](https://huggingface.co/x.png)" in on_hub(hub, "main")["README.md"]
+    assert on_hub(hub, "main")["speed.png"] == b"png"
     (package.folder / "charts" / "speed.png").unlink()
     with pytest.raises(PackageError, match="shows charts/speed.png, which is no file"):
         fill_card(read_package(package.folder))

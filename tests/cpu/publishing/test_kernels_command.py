@@ -5,11 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
 
 from tests.publishing import KERNELS, REPO, TOKEN, USE, client_env, on_disk, on_hub
-from tools.hub_server import HubServer
+from tools.hub import HubServer
 from tools.publish import publish
 
 LOCKED = f"""
@@ -24,7 +23,7 @@ print("loaded")
 @pytest.fixture
 def kernels_command(tmp_path):
     """Runs a Python script, by default `kernels` with arguments, as a user of a Hub that trusts the publisher."""
-    with HubServer(tmp_path / "trusting", token=TOKEN, trusted_publishers=("some-org",)) as hub:
+    with HubServer(token=TOKEN, trusted_publishers=("some-org",)) as hub:
 
         def run(*arguments, script=KERNELS, **env):
             env = client_env(hub, tmp_path, HF_HUB_DISABLE_PROGRESS_BARS="1", **env)
@@ -43,10 +42,8 @@ def test_what_is_locked_and_downloaded_loads_without_a_network(kernels_command, 
     options = {"endpoint": hub.endpoint, "token": TOKEN, "console": Console(file=io.StringIO())}
     publish(package.folder, **options)
     if version == 1:
-        api = HfApi(endpoint=hub.endpoint, token=TOKEN)
-        files = {"benchmarks/benchmark_double.py": b"# old\n", "README.md": b"---\nlicense: mit\n---\n"}
-        old = [CommitOperationAdd(path, data) for path, data in files.items()]
-        api.create_commit(REPO, old, repo_type="kernel", revision="v1", commit_message="as it was published before")
+        old = {"benchmarks/benchmark_double.py": b"# old\n", "README.md": b"---\nlicense: mit\n---\n"}
+        hub.repositories.commit(REPO, "v1", old)
     package.build(version=version)
     publish(package.folder, **options)
     assert on_hub(hub, f"v{version}") == on_disk(package)

@@ -4,11 +4,10 @@ import json
 import re
 
 import pytest
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-from tests.publishing import INIT, LAYERS, OPS, REPO, TOKEN, VARIANT, command, content, on_disk, on_hub
+from tests.publishing import INIT, LAYERS, OPS, TOKEN, VARIANT, command, heads, on_disk, on_hub
 from tools.kernels_adapter import hash_files
-from tools.publish import PublishError
+from tools.publish import PublishError, publish
 from tools.targets import TARGETS
 
 
@@ -90,7 +89,7 @@ def test_an_incomplete_or_dirty_build_is_refused_with_the_reason(hub, package, u
     spoil(package)
     with pytest.raises(PublishError, match=re.escape(reason)):
         upload()
-    assert not hub.store.exists(REPO)
+    assert not heads(hub)
 
 
 def refresh(package):
@@ -105,21 +104,21 @@ def test_a_dirty_build_can_be_tried_on_purpose(hub, package, upload):
     assert on_hub(hub) == on_disk(package)
 
 
-def test_without_a_token_the_command_says_how_to_give_one(hub, package, tmp_path):
-    process = command(package, hub, tmp_path)
+def test_without_a_token_the_command_says_how_to_give_one(served, package, tmp_path):
+    process = command(package, served, tmp_path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "HF_TOKEN" in errors
     assert "hf auth login" in errors
-    assert not hub.store.exists(REPO)
+    assert not heads(served)
 
 
-def test_the_command_takes_endpoint_and_token_from_the_environment(hub, package, tmp_path):
-    process = command(package, hub, tmp_path, HF_TOKEN=TOKEN)
+def test_the_command_takes_endpoint_and_token_from_the_environment(served, package, tmp_path):
+    process = command(package, served, tmp_path, HF_TOKEN=TOKEN)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert VARIANT in output
-    assert on_hub(hub) == on_disk(package)
+    assert on_hub(served) == on_disk(package)
 
 
 @pytest.mark.parametrize("dry_run", (False, True))
@@ -133,10 +132,12 @@ def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(upload, t
         seen = seen.__cause__ or seen.__context__
 
 
-def test_a_wrong_token_is_named_as_the_cause(hub, upload):
+@pytest.mark.parametrize("way", ("hub", "served"))
+def test_a_wrong_token_is_named_as_the_cause(request, way, package):
+    hub = request.getfixturevalue(way)
     with pytest.raises(PublishError, match="token is not valid"):
-        upload(token="hf_wrong")
-    assert not hub.store.exists(REPO)
+        publish(package.folder, endpoint=hub.endpoint, token="hf_wrong")
+    assert not heads(hub)
 
 
 def drop_name(package):
@@ -188,13 +189,13 @@ def test_a_kernel_or_an_operation_that_goes_breaks_the_promise(hub, package, upl
 @pytest.mark.parametrize(("drop", "dropped"), DROPS)
 def test_an_upload_that_drops_something_is_refused_unless_the_version_is_raised(hub, package, upload, drop, dropped):
     upload()
-    before, published = hub.store.refs(REPO), on_hub(hub)
+    before, published = heads(hub), on_hub(hub)
     drop(package)
     for dry_run in (True, False):
         with pytest.raises(PublishError, match="raise `version` in build.toml from 1 to 2") as refusal:
             upload(dry_run=dry_run)
         assert all(f"torch-cpu: {item}" in str(refusal.value) for item in dropped)
-    assert hub.store.refs(REPO) == before
+    assert heads(hub) == before
     archs = json.loads((package.variant / "metadata.json").read_text())["backend"]["archs"]
     package.build(version=2, archs=archs)
     upload()
@@ -216,12 +217,12 @@ def test_an_older_version_does_not_take_the_page_of_a_newer_one(hub, package, up
     upload()
     package.build(version=2)
     upload()
-    page = content(hub, "README.md", "main")
+    page = on_hub(hub, "main")["README.md"]
     package.build(version=1)
     package.write({"ops.py": OPS + "# repaired\n"})
     package.build(version=1)
     assert set(upload().commits) == {"v1", "v1-bench"}
-    assert content(hub, "README.md", "main") == page
+    assert on_hub(hub, "main")["README.md"] == page
     assert b"mini-kernel 2" in page
 
 
@@ -249,7 +250,7 @@ def test_a_build_without_the_kernels_of_a_target_is_refused_unless_it_is_meant(h
         with pytest.raises(PublishError, match="or pass --allow-partial") as refusal:
             upload(dry_run=dry_run)
         assert set(re.findall(r"(?:x86_64|aarch64) sm_\d+", str(refusal.value))) == lacking
-    assert not hub.store.exists(REPO)
+    assert not heads(hub)
     upload(allow_partial=True)
     assert on_hub(hub) == on_disk(package)
 
@@ -276,10 +277,10 @@ def test_what_was_tried_for_one_gpu_may_grow(hub, package, upload):
     assert on_hub(hub) == on_disk(package)
 
 
-def test_the_command_takes_the_two_flags_that_its_errors_name(hub, package, tmp_path):
+def test_the_command_takes_the_two_flags_that_its_errors_name(served, package, tmp_path):
     package.build(kernels={"x86_64": ("sm_90",)}, dirty=True)
     for flags, code in ((["--allow-dirty"], 1), (["--allow-partial"], 1), (["--allow-dirty", "--allow-partial"], 0)):
-        process = command(package, hub, tmp_path, *flags, HF_TOKEN=TOKEN)
+        process = command(package, served, tmp_path, *flags, HF_TOKEN=TOKEN)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == code, errors
 
@@ -288,10 +289,7 @@ def test_the_command_takes_the_two_flags_that_its_errors_name(hub, package, tmp_
 def test_a_published_variant_that_lost_a_file_keeps_the_rest_of_its_promise(hub, package, upload, gone):
     package.build(kernels=TARGETS)
     upload()
-    api = HfApi(endpoint=hub.endpoint, token=TOKEN)
-    api.create_commit(
-        REPO, [CommitOperationDelete(f"{VARIANT}/{gone}")], repo_type="kernel", revision="v1", commit_message="lost", num_threads=1
-    )
+    hub.commit({f"{VARIANT}/{gone}": None})
     drop_name(package) if gone != "__init__.py" else drop_layer(package)
     with pytest.raises(PublishError, match="public name triple" if gone != "__init__.py" else "layer Quadrupler"):
         upload(allow_partial=True)
@@ -301,8 +299,6 @@ def test_a_published_variant_that_lost_a_file_keeps_the_rest_of_its_promise(hub,
 def test_a_published_variant_that_cannot_be_read_is_no_excuse(hub, package, upload, damaged):
     package.build(kernels=TARGETS)
     upload()
-    api = HfApi(endpoint=hub.endpoint, token=TOKEN)
-    broken = CommitOperationAdd(f"{VARIANT}/{damaged}", b"{ not what it was")
-    api.create_commit(REPO, [broken], repo_type="kernel", revision="v1", commit_message="damage")
+    hub.commit({f"{VARIANT}/{damaged}": b"{ not what it was"})
     with pytest.raises(PublishError, match="what it promises is not known .*raise `version`"):
         upload()
