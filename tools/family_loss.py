@@ -5,6 +5,7 @@ without memory; what is said of it is what `kernelize` and `explain` of `bastile
 """
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+SOURCES = Path(__file__).resolve().parent.parent / "packages" / "decoders" / "torch-ext"
 START, END = "<!-- loss -->\n", "<!-- /loss -->"
 PART = "loss without logits"
 TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
@@ -117,10 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(ROOT))
-    from benchmark.providers import package
-
-    table = table_of(all_found(package("packages/decoders"), given.kinds))
+    sys.path.insert(0, str(SOURCES))
+    table = table_of(all_found(importlib.import_module("decoders"), given.kinds))
     if given.write is None:
         print(table, end="")
         return

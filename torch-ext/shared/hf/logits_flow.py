@@ -331,7 +331,7 @@ class _Reader:
         looks = isinstance(function, Global) and function.value in (getattr, hasattr) and len(node.args) > 1
         if looks and isinstance(node.args[1], ast.Constant):
             owner = self._value(node.args[0], env)
-            found = OTHER if has_logits(owner) else self._attribute(owner, node.args[1].value, node)
+            found = OTHER if has_logits(owner) else self._attribute(owner, str(node.args[1].value), node)
             if found is not OTHER:
                 return Fact(True) if function.value is hasattr else found
         args = [self._value(part, env) for part in node.args]
