@@ -83,6 +83,7 @@ GROUPS = (
             "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
             "test_qwen3_moe_training.py": "torch_compile",
             "families/test_families.py": "torch_compile attention_in_both_directions",
+            "families/test_logits_flow.py": "torch_compile",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
             "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
         },
@@ -98,6 +99,13 @@ GROUPS = (
             "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
             "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
         },
+    ),
+    Group(
+        "losses of every type that transformers lists",
+        "each way in which a forward makes its logits",
+        none,
+        "each of some 270 models is built, without memory, for a second; run it when you change what reads forwards",
+        {"families/test_losses_of_all_types.py": "most_types_are_served"},
     ),
     Group(
         "whole models whose kernels the interpreter runs",

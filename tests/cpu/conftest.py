@@ -16,6 +16,7 @@ from tests import heap, whole
 from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
+from tests.own_file import load_mine
 from tools.targets import operations as operations_of
 
 TOOLS = "BASTILE_TESTS_TOOLS"  # where tests.environments names the interpreter whose `kernels` the tools know
@@ -144,6 +145,12 @@ def load(folder: Path):
     from kernels import get_local_kernel
 
     return get_local_kernel(folder, backend="cpu")
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A function that loads a small Llama of a file under a module's name, with pieces of the text replaced."""
+    return load_mine(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")

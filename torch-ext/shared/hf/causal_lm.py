@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from contextlib import nullcontext
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -300,7 +300,7 @@ def causal_lm_forward(self, labels=None, head: Optional[Head] = NO_CHANGE, **kwa
         kwargs["return_dict"] = True
     # The layers of a model without a row may look at other tokens of a row in ways that only its own forward knows of.
     if skip_logits and SHAPE not in vars(self) and may_change(kwargs):
-        ignore_index = kwargs.get("ignore_index", options.get("ignore_index", -100))
+        ignore_index: Any = kwargs.get("ignore_index", options.get("ignore_index", -100))
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs, places = without_padding(self, target, ignore_index, kwargs, options)
         if places is not None:

@@ -7,7 +7,6 @@ from torch import nn
 
 Path = Tuple[str, ...]  # the attributes that lead from a causal LM to something that it holds
 CALL = "()"  # at the end of an attribute's name: of a method without arguments
-_value = dataclasses.dataclass(frozen=True)
 
 
 class Unknown:
@@ -20,10 +19,13 @@ class Unknown:
         return self.name
 
 
-OTHER, GIVEN, LOSS_FUNCTION, MIXED = map(Unknown, ("no logits", "no logits, and not None", "the loss", "logits or something else"))
+OTHER: Any = Unknown("no logits")
+GIVEN: Any = Unknown("no logits, and not None")
+LOSS_FUNCTION: Any = Unknown("the loss")
+MIXED: Any = Unknown("logits or something else")
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Fact:
     """A value that the model holds, or a constant of the text. path: to it from the causal LM, () for a constant."""
 
@@ -31,18 +33,18 @@ class Fact:
     path: Path = ()
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Module:
     module: nn.Module
     path: Path
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Logits:
     capped: bool = False
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Method:
     """A method of logits."""
 
@@ -50,14 +52,14 @@ class Method:
     name: str
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Global:
     """What stands under a global name, or is an attribute of that."""
 
     value: Any
 
 
-@_value
+@dataclasses.dataclass(frozen=True)
 class Output:
     """A model's output, with logits in the field of that name."""
 

@@ -50,8 +50,9 @@ class Interface:
 
         A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
         torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. In the package of
-        decoders a model of no family, such as one in a file of your own or in remote code, gets its norms, MLPs, rotary embedding and loss
-        where the text of a forward is that of a family's; what computes anything else stays as it is, and `explain` says what.
+        decoders a model of no family, such as one in a file of your own or in remote code, gets its norms, MLPs and rotary embedding where
+        the text of a forward is that of a family's, and the loss without logits where what its forward does with them can be followed, also
+        behind a vision or audio tower. What computes anything else stays as it is, and `explain` says what, with the line that decided.
 
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).

@@ -181,13 +181,9 @@ class _Reader:
             return self._block(node.body if truth else node.orelse, env)
         envs = [dict(env), dict(env)]
         reached = [one for one, body in zip(envs, (node.body, node.orelse)) if self._block(body, one)]
-        if not reached:
-            return False
-        first, last = reached[0], reached[-1]
-        env.clear()
-        env.update({name: joined(first.get(name, OTHER), last.get(name, OTHER)) for name in {**first, **last}})
-        env[CALLS] = tuple(sorted({*first[CALLS], *last[CALLS]}))
-        return True
+        if reached:
+            _merge(env, reached[0], reached[-1])
+        return bool(reached)
 
     def _bind(self, target, value, env: Environment) -> None:
         if isinstance(target, ast.Name):
@@ -240,10 +236,12 @@ class _Reader:
         if isinstance(node, ast.BinOp):
             return self._binary(node, node.op, node.left, node.right, env)
         if isinstance(node, ast.IfExp):
-            truth = truth_of(self._value(node.test, env))
-            if truth is None:
-                return joined(self._value(node.body, env), self._value(node.orelse, env))
-            return self._value(node.body if truth else node.orelse, env)
+            truth, envs = truth_of(self._value(node.test, env)), (dict(env), dict(env))
+            if truth is not None:
+                return self._value(node.body if truth else node.orelse, env)
+            value = joined(self._value(node.body, envs[0]), self._value(node.orelse, envs[1]))
+            _merge(env, *envs)
+            return value
         if isinstance(node, ast.BoolOp):
             return self._either(node, env)
         if isinstance(node, ast.Compare):
@@ -298,8 +296,10 @@ class _Reader:
         decides, known = isinstance(node.op, ast.Or), True
         value: Any = OTHER
         for part in node.values:
-            value = self._value(part, env)
+            calls, value = env[CALLS], self._value(part, env)
             self._check_free(node, [value])
+            if env[CALLS] != calls and not known:
+                raise self._refused(node, "may call its loss or not")
             truth = truth_of(value)
             known = known and truth is not None
             if known and truth is decides:
@@ -331,7 +331,7 @@ class _Reader:
         looks = isinstance(function, Global) and function.value in (getattr, hasattr) and len(node.args) > 1
         if looks and isinstance(node.args[1], ast.Constant):
             owner = self._value(node.args[0], env)
-            found = OTHER if has_logits(owner) else self._attribute(owner, node.args[1].value, node)
+            found = OTHER if has_logits(owner) else self._attribute(owner, str(node.args[1].value), node)
             if found is not OTHER:
                 return Fact(True) if function.value is hasattr else found
         args = [self._value(part, env) for part in node.args]
@@ -365,7 +365,8 @@ class _Reader:
 
     def _loss(self, node, args, kwargs, env: Environment) -> Any:
         given = {**dict(zip(LOSS_ARGUMENTS, args)), **kwargs}
-        others, starred = [value for name, value in given.items() if name != "logits"], any(isinstance(part, ast.Starred) for part in node.args)
+        others = [value for name, value in given.items() if name != "logits"]
+        starred = any(isinstance(part, ast.Starred) for part in node.args)
         if not isinstance(given.get("logits"), Logits) or any(map(has_logits, others)) or starred:
             raise self._refused(node, "does not give its loss the logits of its output embeddings")
         classes = given.get("vocab_size")
@@ -390,6 +391,13 @@ class _Reader:
         for other in others:
             value = joined(value, other)
         return value
+
+
+def _merge(env: Environment, first: Environment, last: Environment) -> None:
+    """Makes an environment that of two ways which meet."""
+    env.clear()
+    env.update({name: joined(first.get(name, OTHER), last.get(name, OTHER)) for name in {**first, **last}})
+    env[CALLS] = tuple(sorted({*first[CALLS], *last[CALLS]}))
 
 
 def _name_of(node) -> str:
