@@ -77,11 +77,11 @@ class Form:
     """All of a node's call but its tensors and sizes. There is one object for each combination, unless its layout is not replayable.
 
     tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
-    results, saved, started: the shapes of what the node's functions return, known once they have run; count: of the tensors in results.
-    order: in a graph, the place of each of `saved` among the operator's results, -1 for None.
+    saved, started: the shapes of what the node's functions return, and count: of the results, known once they have run. order: in a graph,
+    the place of each of `saved` among the operator's results, -1 for None.
     """
 
-    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "order", "packed", "places", "results", "saved", "started", "tensors")
+    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "order", "packed", "places", "saved", "started", "tensors")
 
     def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
         self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
@@ -90,7 +90,6 @@ class Form:
         self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self.tensors = len(self.places)
         self.dropped = [self.places.index(self.kind._fields.index(name)) for name in dropped]
-        self.results: Any = None
         self.saved: Any = None
         self.started: Any = None
 
@@ -141,6 +140,8 @@ class Node:
         packs: whether `Given.whole` is read.
         dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
         in_parts: (node's named tuple) -> whether the backward function reads nothing that `finish` makes.
+        spends: the names of saved tensors that the backward function writes over, and makes again where they are None, as in a second
+            backward pass. Such a node is not replayed: a plan writes to none of its arguments.
     """
 
     def __init__(
@@ -157,14 +158,16 @@ class Node:
         packs: bool = True,
         dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
         in_parts: Callable[[Any], bool] = lambda tensors: True,
+        spends: Sequence[str] = (),
     ):
         self.check, self.reference, self.forward, self.backward = check, reference, forward, backward
         self.passes_on, self.packs, self.dropped = passes_on, packs, dropped
-        self.start, self.finish, self.in_parts = start, finish, in_parts
+        self.start, self.finish, self.in_parts, self.spends = start, finish, in_parts, spends
         # A report of what is replayed names the node's own functions.
         self.run = update_wrapper(partial(_run, self), forward)
         self.gradients = update_wrapper(partial(_gradients, self), backward)
-        self.run_again, self.gradients_again = replayed_with_products(self.run), replayed_with_products(self.gradients)
+        again = (lambda function: function) if spends else replayed_with_products
+        self.run_again, self.gradients_again = again(self.run), again(self.gradients)
         self.function = _function(name, self)
         self.in_graph = None if in_graph is None else in_graph_of(self, in_graph)
 
@@ -205,13 +208,12 @@ def _run(node: Node, *args) -> list:
         projections = [Projection(*each) for each in by_projection(given.parts)]
         node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
     first, saved = node.forward(given) if finish or node.start is None else node.start(given)
-    form.saved = shape_of(saved)
+    form.saved, found = shape_of(saved), flat(first)
     if finish:
-        form.results = shape_of(first)
-        form.count = count_of(form.results)
+        form.count = len(found)
     else:  # whose layout may be a new one, of which nothing has finished yet
         form.started, form.count = shape_of(first), 1
-    found = [*flat(first), *flat(saved)]
+    found += flat(saved)
     return _once_each(form, found) if form.in_graph else found
 
 
@@ -227,15 +229,18 @@ def _once_each(form: Form, found: Sequence[Optional[torch.Tensor]]) -> List[torc
     return results
 
 
-def _gradients(node: Node, *args) -> list:
+def _gradients(node: Node, *args, spent: bool = False) -> list:
     """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, needs (of what is
-    present), form."""
+    present), form. spent: whether an earlier backward pass has written over what the node spends."""
     *values, whole, needs, form = args
     left, (tensors, parts) = iter(values), form.trees(needs)
     grads = [next(left) for _ in range(form.count + node.passes_on)]
     given = form.given([next(left) for _ in needs], (), whole)
-    need = Gradients(form.kind(*map(bool, tensors)), parts)
-    found = form.present(node.backward(given, grads, filled(form.saved, left), need))
+    need, saved = Gradients(form.kind(*map(bool, tensors)), parts), filled(form.saved, left)
+    if node.spends and (spent or form.in_graph):  # an operator writes to none of its arguments
+        spare = {name: None if spent else getattr(saved, name) for name in node.spends}
+        saved = saved._replace(**{name: None if tensor is None else tensor.clone() for name, tensor in spare.items()})
+    found = form.present(node.backward(given, grads, saved, need))
     return [grad.contiguous() for grad in found if grad is not None] if form.in_graph else found
 
 
@@ -248,7 +253,7 @@ def _function(name: str, node: Node):
         found = run(*present, whole, sizes, rest is None, form)
         first = form.count if rest is None else count_of(form.started)
         ctx.save_for_backward(*form.kept(present), *found[first:])
-        ctx.form = form
+        ctx.form, ctx.spent = form, False
         if rest is not None:
             return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
         if node.passes_on:
@@ -259,6 +264,8 @@ def _function(name: str, node: Node):
     def backward(ctx, *grads):
         form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
         run = node.gradients_again if form.layout.replayable else node.gradients
+        if node.spends:
+            run, ctx.spent = partial(run, spent=True) if ctx.spent else run, True
         whole = form.whole_of(saved) if form.packed else None
         return (None, None, None, *run(*grads, *saved, whole, needs, form))
 
