@@ -6,7 +6,7 @@ run instead. For a graph of torch.compile or torch.export it makes an operator o
 """
 
 from functools import partial, update_wrapper
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -43,10 +43,13 @@ def count_of(shape: Shape) -> int:
     return sum([1 if length == ONE else length for length in shape[1]])
 
 
-def filled(shape: Shape, values: Iterator):
-    """Returns the tree of a shape that `flat` lists as the next values."""
+def filled(shape: Shape, values: Sequence):
+    """Returns the tree of a shape that `flat` lists as these values."""
     kind, lengths = shape
-    parts = [next(values) if length == ONE else [next(values) for _ in range(length)] for length in lengths]
+    parts = list(values)
+    for place, length in enumerate(lengths):
+        if length != ONE:
+            parts[place : place + length] = [parts[place : place + length]]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
@@ -78,10 +81,10 @@ class Form:
 
     tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
     saved, started: the shapes of what the node's functions return, and count: of the results, known once they have run. order: in a graph,
-    the place of each of `saved` among the operator's results, -1 for None.
+    the place of each of `saved` among the operator's results, -1 for None. needs: what `needed` returned before.
     """
 
-    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "order", "packed", "places", "saved", "started", "tensors")
+    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "needs", "order", "packed", "places", "saved", "started", "tensors")
 
     def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
         self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
@@ -92,6 +95,7 @@ class Form:
         self.dropped = [self.places.index(self.kind._fields.index(name)) for name in dropped]
         self.saved: Any = None
         self.started: Any = None
+        self.needs: Dict[Tuple[bool, ...], Gradients] = {}
 
     def trees(self, present: Sequence) -> Tuple[Any, list]:
         """The node's named tuple and the list of parts of what is present of both, or of something for each of these."""
@@ -106,6 +110,14 @@ class Form:
 
     def given(self, present: Sequence, sizes: Tuple[int, ...], whole: Optional[torch.Tensor]) -> Given:
         return Given(self.layout, *self.trees(present), sizes, whole, self.in_graph)
+
+    def needed(self, needs: Tuple[bool, ...]) -> Gradients:
+        """What needs a gradient. needs: of what is present."""
+        found = self.needs.get(needs)
+        if found is None:
+            tensors, parts = self.trees(needs)
+            found = self.needs[needs] = Gradients(self.kind(*map(bool, tensors)), parts)
+        return found
 
     def present(self, gradients: Gradients) -> list:
         """Lists the gradients of what is present."""
@@ -233,14 +245,13 @@ def _gradients(node: Node, *args, spent: bool = False) -> list:
     """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, needs (of what is
     present), form. spent: whether an earlier backward pass has written over what the node spends."""
     *values, whole, needs, form = args
-    left, (tensors, parts) = iter(values), form.trees(needs)
-    grads = [next(left) for _ in range(form.count + node.passes_on)]
-    given = form.given([next(left) for _ in needs], (), whole)
-    need, saved = Gradients(form.kind(*map(bool, tensors)), parts), filled(form.saved, left)
+    first = form.count + node.passes_on
+    last = first + len(needs)
+    saved = filled(form.saved, values[last:])
     if node.spends and (spent or form.in_graph):  # an operator writes to none of its arguments
         spare = {name: None if spent else getattr(saved, name) for name in node.spends}
         saved = saved._replace(**{name: None if tensor is None else tensor.clone() for name, tensor in spare.items()})
-    found = form.present(node.backward(given, grads, saved, need))
+    found = form.present(node.backward(form.given(values[first:last], (), whole), values[:first], saved, form.needed(needs)))
     return [grad.contiguous() for grad in found if grad is not None] if form.in_graph else found
 
 
@@ -276,7 +287,6 @@ def _function(name: str, node: Node):
 
 def _finish(node: Node, form: Form, sizes: Tuple[int, ...], present: Sequence, found: Sequence) -> torch.Tensor:
     """Computes the result of a node that has started."""
-    left = iter(found)
-    started, saved = filled(form.started, left), filled(form.saved, left)
+    first = count_of(form.started)
     assert node.finish is not None
-    return node.finish(form.given(present, sizes, None), started, saved)
+    return node.finish(form.given(present, sizes, None), filled(form.started, found[:first]), filled(form.saved, found[first:]))

@@ -265,10 +265,11 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
         both = None if inner is None else gate_and_up(y, inner, again=True)
     of_branch = tensors.behind, saved.branch, saved.branch_rstd
     dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
-    inputs, needs = (y, saved.expert, _rounded(saved.scores, layout.dtype), *tensors.experts), (need_total, need_logits, *needed.experts)
-    dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, saved.routing, spec.gate, list(map(bool, needs)))
+    inputs, of_weights = (y, saved.expert, _rounded(saved.scores, layout.dtype), *tensors.experts), needed.experts
+    needs = [need_total, need_logits, *of_weights]
+    dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, saved.routing, spec.gate, needs)
     del gate_up, inputs
-    dweights = [gradient if need else None for gradient, need in zip(found, needed.experts)]
+    dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
     drouter = dbias = None
     if need_logits:
         of_router = saved.scores, saved.expert, saved.logits, (x.shape[0], tensors.router.shape[0])
