@@ -131,7 +131,7 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
-def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputTensors,
+def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: Any,
                  needs: OutputGroups, both: Optionals = None) -> Tuple[OutputTensors, OutputGroups]:
     """The gradients, None for those that are not needed; that of x is flat. need, needs: whether each needs one. both: where gate and up
     are made again, as of `mlp_forward`."""

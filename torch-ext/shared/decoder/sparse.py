@@ -10,7 +10,7 @@ first grouped GEMM. The normalised input, the rows that are gathered of it and t
 for bit.
 """
 
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
@@ -142,7 +142,7 @@ class SparseSaved(NamedTuple):
     position: torch.Tensor
     ends: torch.Tensor
     gate_up: Optionals
-    shared_score: Optionals
+    shared_score: Any
     both: Optionals
     made: list
 
@@ -204,7 +204,7 @@ def _weighted_sum(given: Given, gate_up: torch.Tensor, scores: torch.Tensor, exp
     return experts_finish(gate_up, expert, rounded, *weights, routing, groups, options.transposed, options.between)
 
 
-def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Optionals, down: Optional[Projections]):
+def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Any, down: Optional[Projections]):
     """What `add_branch` returns. found: what the experts made, to which the shared one's result is added."""
     if down is not None:
         down.again(scored, onto=found, out=found)
@@ -225,7 +225,6 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
     if inner is not None:
         score, both, scored = shared_start(y, tensors.shared_gate, inner, down)
     kept: tuple = (None, score, None) if spec.recompute else (gate_up, score, both)
-    logits = None if spec.normalised else logits
     first: Sequence
     if found is None:
         first, of_branch = Started(gate_up, scored), [None, None]
@@ -233,8 +232,9 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
         del gate_up, both, y
         out, *of_branch = _result(given, total, found, scored, down)
         first = [out]
-    of_total = None if tensors.attended is None else total
-    return first, SparseSaved(of_total, *of_join, *of_branch, scores, expert, logits, *routing, *kept, all_made(projections))
+    of_total, of_logits = None if tensors.attended is None else total, None if spec.normalised else logits
+    saved = of_total, *of_join, *of_branch, scores, expert, of_logits, *routing, *kept, all_made(projections)
+    return first, SparseSaved._make(saved)
 
 
 def _start(given: Given) -> Tuple[Sequence, SparseSaved]:
@@ -256,7 +256,9 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
     need_total = need_join(needed, need_o)
     need_logits = need_total or needed.router or needed.router_bias
     need_shared = None if inner is None else SharedNeeds(need_total, needed.shared_gate, need_inner, need_down)
-    x, gate_up, both, again = stream_of(given, saved), saved.gate_up, saved.both, saved.gate_up is None
+    gate_up: Any = saved.gate_up
+    both: Any = saved.both
+    x, again = stream_of(given, saved), gate_up is None
     dout, y = grads[0].reshape(x.shape), x  # of which `experts_backward` then reads the shape alone
     if needed.gate_up or needed.router or again or (need_shared is not None and need_shared.reads_input()):
         y = normed_again(spec.outputs.before, x, tensors.before, saved.rstd, layout.dtype)
@@ -288,13 +290,14 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
         joined = Joined(x, x, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec.outputs, dy, dout, tensors, joined, o, needed, need_o)
     of_layer = shaped(join.total, grads[0]), join.attended, join.after, join.before, dbehind
-    return Gradients(SparseTensors(*of_layer, drouter, dbias, dshared.gate, *dweights), flat_parts(join.o, dshared.inner, dshared.down))
+    of_node: list = [*of_layer, drouter, dbias, dshared.gate, *dweights]
+    return Gradients(SparseTensors._make(of_node), flat_parts(join.o, dshared.inner, dshared.down))
 
 
 def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype: torch.dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, attended, after, before, behind, router, router_bias, shared_gate, *weights = tensors
-    gate_up, down, gate_up_bias, down_bias = weights
+    x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
+    gate_up, down, gate_up_bias, down_bias = tensors.experts
     need_floats(x=x)
     if x.dim() == 0 or down.dim() != 3:
         fail("weights.down", describe(down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")

@@ -97,7 +97,7 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
 
 
 def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputTensors, saved: InputSaved, group: Projections,
-                    need: InputTensors, needs: Sequence[PartNeeds]) -> Tuple[InputTensors, List[Parts]]:
+                    need: Any, needs: Sequence[PartNeeds]) -> Tuple[InputTensors, List[Parts]]:
     """The gradients, None for those that are not needed. grads: of q_out, k_out, v and the residual; need: whether each of the tensors
     needs one; needs: the projections'."""
     x, norm, q_norm, k_norm, cos, sin = tensors
@@ -193,7 +193,7 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
-                  need: OutputTensors, need_o: Sequence[PartNeeds]) -> JoinedGradients:
+                  need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
     """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. need: whether each of the tensors
     needs a gradient; None for what does not."""
     dbefore = dafter = dattended = None
@@ -216,6 +216,6 @@ def needs_any(needs: Sequence[PartNeeds]) -> bool:
     return any(any(need) for need in needs)
 
 
-def need_join(need: OutputTensors, need_o: Sequence[PartNeeds]) -> bool:
+def need_join(need: Any, need_o: Sequence[PartNeeds]) -> bool:
     """Tells whether anything in front of the MLP or the experts needs a gradient. need: whether each of the tensors does."""
     return bool(need.x or need.attended or need.after or need.before or needs_any(need_o))
