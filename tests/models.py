@@ -248,9 +248,9 @@ def compiled_step(model, **inputs) -> Step:
     return Step(model, compiled_whole(model), **inputs)
 
 
-def check_compiled(model, expected: Step, factor=1.0, **inputs):
-    """Compiled, a model's step is an expected one; the gradients within a factor of the tolerance."""
-    found = compiled_step(model, **inputs)
+def check_compiled(model, expected: Step, factor=1.0, compiled=None, **inputs):
+    """Compiled, a model's step is an expected one; the gradients within a factor of the tolerance. compiled: what stands for the model."""
+    found = compiled_step(model, **inputs) if compiled is None else Step(model, compiled, **inputs)
     assert_close(found.loss, expected.loss, torch.float32, "loss")
     found.assert_same(expected, factor)
 

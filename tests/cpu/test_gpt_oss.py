@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from tests.compile_checks import operators_of
 from tests.cpu.conftest import kernels_of
 from tests.models import (
     Step,
@@ -182,7 +183,9 @@ def test_torch_compile(gpt_oss, how):
     model = tiny_gpt_oss()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(gpt_oss, model, how)
-    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=LABELS)
+    called, compiled = operators_of(gpt_oss, model)
+    check_compiled(model, expected, FACTOR, compiled, input_ids=TOKENS, labels=LABELS)
+    assert called.count("norm_experts") == called.count("norm_experts_backward") == 2 and "experts_forward" not in called
 
 
 def test_sharded_parameters(gpt_oss):

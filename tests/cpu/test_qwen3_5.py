@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import sys
 from collections import Counter
 
 import kernels
@@ -11,9 +12,11 @@ import torch
 from kernels import Mode
 
 from tests.capturing import Pool, Rerun
+from tests.compile_checks import operators_of
 from tests.cpu.conftest import kernels_of
 from tests.models import Step, check_compiled, random_tokens, tiny_olmo_hybrid, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
+from tests.patched import lora
 from tests.tolerances import assert_close, relative_error
 from tests.versions import needs_decorators
 
@@ -161,7 +164,21 @@ def test_torch_compile(qwen3_5, name):
     model = tiny(name, **TWO_LAYERS)
     expected = step_of(model)
     qwen3_5.kernelize(model)
-    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
+    called, compiled = operators_of(qwen3_5, model)
+    check_compiled(model, expected, FACTOR, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False)
+    nodes = "norm_projections", "norm_experts" if name in SPARSE else "norm_mlp"
+    assert [called.count(node + end) for node in nodes for end in ("", "_backward")] == [2] * 4
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.5))
+def test_a_graph_has_no_operator_for_dropout_in_a_shared_expert(qwen3_5, monkeypatch, dropout):
+    model = lora(tiny("qwen3_5_moe"), target_modules=r".*shared_expert\.(gate|up|down)_proj", lora_dropout=dropout)
+    qwen3_5.kernelize(model)
+    said = "norm, router, experts, shared expert"
+    assert {row.part: row.fused for row in qwen3_5.explain(model).rows}[said]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: sys._getframe(1).f_globals["__name__"].endswith(".sparse_block"))
+    row = next(row for row in qwen3_5.explain(model).rows if row.part == said)
+    assert row.fused == (not dropout) and (row.fused or row.reason.startswith("shared_expert.gate_proj: torch.compile, for an adapter"))
 
 
 @every_family

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from tests.compile_checks import operators_of
 from tests.models import Step, check_compiled, check_same_bits, sharded, tiny_qwen3_moe, whole
 from tests.patched import install, lora
 from tests.qwen3_moe_steps import EXPERTS, FACTOR, LABELS, TOKENS, exact_step, uses
@@ -111,7 +112,9 @@ def test_torch_compile(qwen3, how):
     model = tiny_qwen3_moe()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(qwen3, model, how)
-    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=LABELS)
+    called, compiled = operators_of(qwen3, model)
+    check_compiled(model, expected, FACTOR, compiled, input_ids=TOKENS, labels=LABELS)
+    assert called.count("norm_experts") == called.count("norm_experts_backward") == 2 and "experts_forward" not in called
 
 
 @pytest.mark.parametrize("parts", ["layers", "experts"])

@@ -69,8 +69,9 @@ def test_the_nodes_of_a_layer_are_replayed_as_a_whole(interpreted, replay, monke
     assert all(isinstance(plan, replay.Plan) for _, plan in plans), plans
 
 
-@pytest.mark.parametrize("name", ("norm_attention_inputs", "norm_attention_inputs_backward", "norm_mlp", "norm_mlp_backward"))
-def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, monkeypatch, name):
+@pytest.mark.parametrize("name", ("norm_attention_inputs", "norm_mlp", "norm_projections"))
+@pytest.mark.parametrize("end", ("", "_backward"))
+def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, monkeypatch, name, end):
     """Called as a graph calls them: below autograd, where linear and reshape are one operation, and not the ones that they are made of."""
     plans, record = [], replay.record
 
@@ -79,7 +80,7 @@ def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, m
         plans.extend([plan] if computes else [])
         return result, plan
 
-    operator, calls = custom_operators(interpreted)[name], calls_of(interpreted, name, "cpu", torch.bfloat16)
+    operator, calls = custom_operators(interpreted)[name + end], calls_of(interpreted, name + end, "cpu", torch.bfloat16)
     monkeypatch.setattr(replay, "record", seen)
     for call in calls:
         wanted = operator(*call)

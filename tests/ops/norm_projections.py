@@ -95,7 +95,7 @@ MUTANTS = [
          ("present[0].view_as(present[0])", "2 * present[0]"),
          ("form.kept(present), *found", "form.kept([2 * present[0], *present[1:]]), *found"),
          ("run(*grads, *saved", "run(*[2 * grad for grad in grads], *saved")),
-    *errors_in(NODE, "projections_alone", "_gradients", ("*map(bool, tensors)", "*map(bool, tensors[::-1])")),
+    *errors_in(NODE, "projections_alone", "Form.needed", ("*map(bool, tensors)", "*map(bool, tensors[::-1])")),
 ]  # fmt: skip
 
 

@@ -44,9 +44,9 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
                        norms=("before",), multiplier=1.0):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
-    for the projections of the shared expert. again: a second backward pass. shared: width of the expert that every token goes to, whose
-    gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms: "before", "after" and "behind", those that
-    there are; multiplier: of both branches. In half precision the sizes must leave no choice of
+    for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
+    the expert that every token goes to, whose gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms:
+    "before", "after" and "behind", those that there are; multiplier: of both branches. In half precision the sizes must leave no choice of
     experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
@@ -72,11 +72,11 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
             lay_side_by_side(ops, [one.weight for one in of_shared[:2]])
         kind = None if dtype == BF16 else dtype
         of_shared = [type(one)(*(None if part is None else leaf(part.to(device, kind)) for part in one[:5]), *one[5:]) for one in of_shared]
-        for one in of_shared if "shared" in frozen else ():
-            for part in one[:5]:
+        for one in of_shared:
+            for part in one[: 5 if "shared" in frozen else 1 if "shared weights" in frozen else 0]:
                 if part is not None:
                     part.requires_grad_(False)
-    for name in set(frozen) - {"shared"}:
+    for name in set(frozen) - {"shared", "shared weights"}:
         leaves[name].requires_grad_(False)
     x, norm_weight, router, *weights = list(leaves.values())[:5]
     torch.manual_seed(3)
@@ -112,7 +112,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         assert_close(tensor.grad, exacts[name].grad, dtype, f"gradient of norm and experts: {name}", 3)
     parts, parts64 = ([part for one in each for part in one[:5]] for each in (of_shared, of_shared64[1] if shared else ()))
     for found, wanted in zip(parts, parts64, strict=True):
-        if found is not None and "shared" in frozen:
+        if found is not None and not found.requires_grad:
             assert found.grad is None
         elif found is not None:
             assert_close(found.grad, wanted.grad, dtype, "gradient of the shared expert", 3)
@@ -129,6 +129,7 @@ def check_shared_expert(ops, device):
     check_norm_experts(ops, device, shared=24, packed=True, frozen=("shared",))
     check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "shared"))
     check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "score_gate"))
+    check_norm_experts(ops, device, shared=24, frozen=("gate_up", "down", "router", "score_gate", "shared weights"))
     check_norm_experts(ops, device, tokens=0, shared=24)
 
 
@@ -168,9 +169,8 @@ MUTANTS = [
          ("of_scores - scores * total", "of_scores"),
          ("mul_(-total)", "mul_(0 * total)", "norm_experts_plain"),
          ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
-    *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.forward",
-         ("total, _, *of_join = joined", "total, _, *of_join = joined._replace(rstd=2 * joined.rstd)"),
-         ("*(attended, after, before", "*(None if attended is None else 2 * attended, after, before", "norm_experts_attended")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "_forward",
+         ("*of_join, *of_branch", "of_join[0], 2 * of_join[1], of_join[2], *of_branch")),
     *errors_in("shared/decoder/mlp_steps.py", "norm_experts", "add_branch",
          ("torch.add(total, branch", "torch.add(0 * total, branch"),
          (", alpha=spec.multiplier", "", "norm_experts_branches"),
@@ -181,11 +181,13 @@ MUTANTS = [
          ("return dbranch, wanted(need, dbehind)", "return dout, wanted(need, dbehind)")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
-    *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.backward",
-         ("of_weights.gate_up or need_router or again", "of_weights.gate_up or again", "norm_experts_frozen"),
-         ("of_weights.gate_up or need_router or again", "of_weights.gate_up or need_router", "norm_experts_again"),
-         ("ctx.written_over = True", "pass", "norm_experts_again"),
-         ("dy.addmm_(dlogits, router_weight)", "pass"),
+    *errors_in("shared/decoder/node.py", "norm_experts_again", "_function",
+         ("if ctx.spent else run, True", "if ctx.spent else run, False")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "_gradients",
+         ("needed.gate_up or needed.router or again", "needed.gate_up or again", "norm_experts_frozen"),
+         ("needed.gate_up or needed.router or again", "needed.gate_up or needed.router", "norm_experts_again"),
+         ("dy.addmm_(dlogits, tensors.router)", "pass"),
+         ("dout, tensors, joined", "dout, tensors._replace(attended=2 * tensors.attended), joined", "norm_experts_attended"),
          ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
          ("experts_backward(dbranch", "experts_backward(dout", "norm_experts_branches"),
          ("shared_backward(dbranch", "shared_backward(dout", "norm_experts_branches"),
@@ -194,12 +196,15 @@ MUTANTS = [
          ("score * (1 - score)", "score"),
          (".addmm_(dlogit, gate)", ""),
          ("inner.input_gradient(grads, dlow, both)", "inner.input_gradient(grads, None, both)")),
-    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "_add_down",
+    *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_result",
          ("onto=found, out=found", "onto=0 * found, out=found")),
-    *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_NormExperts.backward",
+    *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_gradients",
          ("dy += dshared.y", "pass"),
-         ("or again or of_shared", "or again"),
-         ("gate_and_up(y, shared.inner", "gate_and_up(0 * y, shared.inner")),
+         ("and need_shared.reads_input()", "and False"),
+         ("gate_and_up(y, inner", "gate_and_up(0 * y, inner")),
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "SharedNeeds.reads_input",
+         ("self.gate or any(", "any("),
+         ("each.weight or each.a", "each.weight")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_backward",
          ("o.input_gradient((branch,), dlow)", "o.input_gradient((branch,), None)"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),

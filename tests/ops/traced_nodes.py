@@ -11,26 +11,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.ops import decoder_nodes, projected_nodes
-from tests.ops.common import CPU, FP32, errors_in, leaf, randn
+from tests.ops import decoder_nodes, norm_projections, projected_nodes
+from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, on_cpu, randn
 from tests.ops.decoder_nodes import part_of
+from tests.ops.sparse_nodes import check_norm_experts
 from tests.tolerances import assert_close
 
-NODES = "norm_attention_inputs", "norm_mlp"
+NODES = "norm_attention_inputs", "norm_mlp", "norm_experts", "norm_projections"
 
 
 class Calls(TorchDispatchMode):
     """Records the calls of the nodes' operators of a package, (name, arguments), whose results must be as their fake functions promise and
-    share no memory."""
+    share no memory, and whose arguments must stay what they are."""
 
     def __init__(self, package):
         super().__init__()
         self.namespace, self.calls = importlib.import_module(f"{package.__name__}._ops").NAMESPACE, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found, name = function(*args, **(kwargs or {})), function.name().split("::")[1]
-        if function.namespace == self.namespace and name.removesuffix("_backward") in NODES:
+        name = function.name().split("::")[1]
+        ours = function.namespace == self.namespace and name.removesuffix("_backward") in NODES
+        given = [arg.clone() for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)] if ours else []
+        found = function(*args, **(kwargs or {}))
+        if ours:
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+            left = [arg for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)]
+            assert all(map(torch.equal, left, given)), "an argument was written to"
             self.calls.append((name, args))
             with FakeTensorMode() as mode:
                 faked = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
@@ -92,6 +98,11 @@ CHECKS = {
     "mlp_of_a_graph_again": as_in_a_graph(functools.partial(_mlp, recompute=True)),
     "mlp_of_a_graph_alone": as_in_a_graph(decoder_nodes.CHECKS["norm_mlp_alone"]),
     "mlp_of_a_graph_autocast": as_in_a_graph(functools.partial(_mlp, autocast=True)),
+    "experts_of_a_graph": as_in_a_graph(on_cpu(check_norm_experts, BF16, attended=True)),
+    "experts_of_a_graph_again": as_in_a_graph(on_cpu(check_norm_experts, recompute=True, again=True, norms=("before", "behind"))),
+    "experts_of_a_graph_shared": as_in_a_graph(on_cpu(check_norm_experts, shared=24, packed=True, again=True, frozen=("router",))),
+    "projections_of_a_graph": as_in_a_graph(norm_projections.check_norm_projections),
+    "projections_of_a_graph_autocast": as_in_a_graph(functools.partial(norm_projections.check_norm_projections, autocast=True)),
 }
 GRAPH, NODE, HALVES = "shared/decoder/graph.py", "shared/decoder/node.py", "shared/decoder/nodes.py"
 MUTANTS = [
@@ -102,6 +113,8 @@ MUTANTS = [
     *errors_in(HALVES, "inputs_of_a_graph", "_inputs_gradients", ("q, k, _ = in_heads", "k, q, _ = in_heads")),
     *errors_in(HALVES, "mlp_of_a_graph", "_saved", ("_replace(gate=both,", "_replace(gate=-both,")),
     *errors_in(HALVES, "mlp_of_a_graph", "_mlp_gradients", ("gate, up = saved", "up, gate = saved")),
+    *errors_in(NODE, "experts_of_a_graph", "_gradients", ("tensor.clone() for", "tensor for"),
+         ("if node.spends and (spent or form.in_graph)", "if node.spends and spent", "experts_of_a_graph_shared")),
     *errors_in(NODE, "inputs_of_a_graph_without_norms", "_once_each", ("results.append(tensor.contiguous())", "results.append(tensor)")),
     *errors_in(GRAPH, "inputs_of_a_graph", "in_graph_of",
          ("present[0].view_as(present[0])", "2 * present[0]"),
@@ -145,7 +158,31 @@ def _layers_of(package, new) -> list:
                 all_of, recompute = _projections(package, new, shapes, kind, adapters, frozen), (attended is None) == adapters
                 out = nodes.norm_mlp(x, norm, all_of, spec.Outputs(), attended, dtype=new.dtype, recompute=recompute)
                 out.backward(torch.ones_like(out))
+            two = _projections(package, new, [(96, 1024), (8, 1024)], kind, adapters, frozen)
+            results = part_of(package, "norm_projections").norm_projections(x, norm, two, spec.Norm(), new.dtype)
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+            if kind == new.dtype:
+                _run_experts(package, new, x, norm, adapters, frozen)
     return calls
+
+
+def _run_experts(package, new, x, norm, adapters, frozen) -> None:
+    """With adapters after attention and beside the shared expert, without them GPT-OSS's."""
+    sparse, of_gate = part_of(package, "sparse"), not adapters
+    shapes = ((4, 1024, 48), (4, 24, 1024), (4, 48), (4, 1024)) if of_gate else ((4, 48, 1024), (4, 1024, 24))
+    weights = [new(*shape, seed=60 + i) * shape[-1] ** -0.5 for i, shape in enumerate(shapes)]
+    router = sparse.Router(new(4, 1024, seed=70) * 0.03, 2, True, new(4, seed=71) if of_gate else None, of_gate)
+    options = sparse.ExpertOptions(True, True, 1.702, 7.0) if of_gate else sparse.DEFAULT
+    for tensor in (*weights, router.weight):
+        tensor.requires_grad_(not frozen)
+    more = {}
+    if adapters:
+        o, *others = _projections(package, new, [(1024, 256), (40, 1024), (40, 1024), (1024, 40)], x.dtype, True, frozen)
+        others[-1] = others[-1]._replace(adapter_bias=None)
+        more = {"attended": new(6, 256, seed=76).requires_grad_(), "o": o, "shared": sparse.SharedExpert(new(1, 1024, seed=77), others)}
+    arguments = x, norm, router, sparse.ExpertTensors(*weights), part_of(package, "spec").Outputs(), options
+    out = sparse.norm_experts(*arguments, recompute=adapters, **more)
+    out.backward(torch.ones_like(out))
 
 
 def _calls_of(name, new):

@@ -5,7 +5,7 @@ follows.
 """
 
 from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -13,14 +13,13 @@ from ..ops.common import always
 from ..ops.swiglu import are_few
 from .activation import gated_backward_in_place, gated_forward
 from .norms import norm_add_forward, norm_backward, norm_forward, normed_again
-from .projection import PartNeeds, Parts
+from .projection import Parts
 from .projections import Projections
 from .spec import Outputs
 from .steps import (
     Joined,
     JoinedGradients,
     Optionals,
-    OutputNeeds,
     OutputTensors,
     join_backward,
     join_forward,
@@ -32,32 +31,12 @@ from .steps import (
 
 
 class OutputGroups(NamedTuple):
-    """The projections of the second node by what they read: attention's output, where it is given, the norm's, the activation's."""
+    """One thing for each group of the second node's projections: those that read attention's output, where it is given, the norm's, and
+    the activation's. It is `Projections`, or a list for each of these: of `PartNeeds`, or of the gradients as `Parts`."""
 
-    o: Optional[Projections]
-    inner: Projections
-    down: Projections
-
-
-class GroupNeeds(NamedTuple):
-    """Which tensors of `OutputGroups` need a gradient."""
-
-    o: Optional[Sequence[PartNeeds]]
-    inner: Sequence[PartNeeds]
-    down: Sequence[PartNeeds]
-
-
-class GroupGradients(NamedTuple):
-    """The gradients of the tensors of `OutputGroups`; o's are empty where there is none."""
-
-    o: List[Parts]
-    inner: List[Parts]
-    down: List[Parts]
-
-
-def three_of(found: Sequence) -> Sequence:
-    """Three of two or three groups: None in front where there is no o."""
-    return found if len(found) == 3 else (None, *found)
+    o: Any
+    inner: Any
+    down: Any
 
 
 class MLPSaved(NamedTuple):
@@ -77,15 +56,6 @@ class MLPSaved(NamedTuple):
     branch: Optionals
     branch_rstd: Optionals
     made: Sequence[torch.Tensor] = ()
-
-
-class OutputGradients(NamedTuple):
-    x: Optionals
-    attended: Optionals
-    after: Optionals
-    before: Optionals
-    behind: Optionals
-    projections: GroupGradients
 
 
 def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -161,10 +131,10 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
-def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputNeeds,
-                 needs: GroupNeeds, both: Optionals = None) -> OutputGradients:
-    """The gradients, None for those that are not needed; that of x is flat. both: where gate and up are made again, as of
-    `mlp_forward`."""
+def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: Any,
+                 needs: OutputGroups, both: Optionals = None) -> Tuple[OutputTensors, OutputGroups]:
+    """The gradients, None for those that are not needed; that of x is flat. need, needs: whether each needs one. both: where gate and up
+    are made again, as of `mlp_forward`."""
     inner, down, total = groups.inner, groups.down, saved.total
     dtype, dout = inner.group.dtype, dout.reshape(total.shape)
     normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
@@ -175,7 +145,7 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     need_total = need_join(need, needs.o or ())
     dbranch, dbehind = add_branch_backward(spec, dout, tensors.behind, saved.branch, saved.branch_rstd, dtype, need.behind)
     dlow = down.low_gradient((dbranch,))
-    found = GroupGradients([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
+    found = OutputGroups([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
     need_inner = need_total or needs_any(needs.inner)
     if need_inner:
         hidden = down.input_gradient((dbranch,), dlow)  # its gradient, and after the next line itself
@@ -193,4 +163,4 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
         dy = inner.input_gradient(grads, dlow, together)
         joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
-    return OutputGradients(*join[:-1], dbehind, found._replace(o=join.o))
+    return OutputTensors._make([*join[:-1], dbehind]), found._replace(o=join.o)

@@ -6,7 +6,7 @@ run instead. For a graph of torch.compile or torch.export it makes an operator o
 """
 
 from functools import partial, update_wrapper
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -43,10 +43,13 @@ def count_of(shape: Shape) -> int:
     return sum([1 if length == ONE else length for length in shape[1]])
 
 
-def filled(shape: Shape, values: Iterator):
-    """Returns the tree of a shape that `flat` lists as the next values."""
+def filled(shape: Shape, values: Sequence):
+    """Returns the tree of a shape that `flat` lists as these values."""
     kind, lengths = shape
-    parts = [next(values) if length == ONE else [next(values) for _ in range(length)] for length in lengths]
+    parts = list(values)
+    for place, length in enumerate(lengths):
+        if length != ONE:
+            parts[place : place + length] = [parts[place : place + length]]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
@@ -77,11 +80,11 @@ class Form:
     """All of a node's call but its tensors and sizes. There is one object for each combination, unless its layout is not replayable.
 
     tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
-    results, saved, started: the shapes of what the node's functions return, known once they have run; count: of the tensors in results.
-    order: in a graph, the place of each of `saved` among the operator's results, -1 for None.
+    saved, started: the shapes of what the node's functions return, and count: of the results, known once they have run. order: in a graph,
+    the place of each of `saved` among the operator's results, -1 for None. needs: what `needed` returned before.
     """
 
-    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "order", "packed", "places", "results", "saved", "started", "tensors")
+    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "needs", "order", "packed", "places", "saved", "started", "tensors")
 
     def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
         self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
@@ -90,9 +93,9 @@ class Form:
         self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self.tensors = len(self.places)
         self.dropped = [self.places.index(self.kind._fields.index(name)) for name in dropped]
-        self.results: Any = None
         self.saved: Any = None
         self.started: Any = None
+        self.needs: Dict[Tuple[bool, ...], Gradients] = {}
 
     def trees(self, present: Sequence) -> Tuple[Any, list]:
         """The node's named tuple and the list of parts of what is present of both, or of something for each of these."""
@@ -107,6 +110,14 @@ class Form:
 
     def given(self, present: Sequence, sizes: Tuple[int, ...], whole: Optional[torch.Tensor]) -> Given:
         return Given(self.layout, *self.trees(present), sizes, whole, self.in_graph)
+
+    def needed(self, needs: Tuple[bool, ...]) -> Gradients:
+        """What needs a gradient. needs: of what is present."""
+        found = self.needs.get(needs)
+        if found is None:
+            tensors, parts = self.trees(needs)
+            found = self.needs[needs] = Gradients(self.kind(*map(bool, tensors)), parts)
+        return found
 
     def present(self, gradients: Gradients) -> list:
         """Lists the gradients of what is present."""
@@ -141,6 +152,8 @@ class Node:
         packs: whether `Given.whole` is read.
         dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
         in_parts: (node's named tuple) -> whether the backward function reads nothing that `finish` makes.
+        spends: the names of saved tensors that the backward function writes over, and makes again where they are None, as in a second
+            backward pass. Such a node is not replayed: a plan writes to none of its arguments.
     """
 
     def __init__(
@@ -157,14 +170,16 @@ class Node:
         packs: bool = True,
         dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
         in_parts: Callable[[Any], bool] = lambda tensors: True,
+        spends: Sequence[str] = (),
     ):
         self.check, self.reference, self.forward, self.backward = check, reference, forward, backward
         self.passes_on, self.packs, self.dropped = passes_on, packs, dropped
-        self.start, self.finish, self.in_parts = start, finish, in_parts
+        self.start, self.finish, self.in_parts, self.spends = start, finish, in_parts, spends
         # A report of what is replayed names the node's own functions.
         self.run = update_wrapper(partial(_run, self), forward)
         self.gradients = update_wrapper(partial(_gradients, self), backward)
-        self.run_again, self.gradients_again = replayed_with_products(self.run), replayed_with_products(self.gradients)
+        again = (lambda function: function) if spends else replayed_with_products
+        self.run_again, self.gradients_again = again(self.run), again(self.gradients)
         self.function = _function(name, self)
         self.in_graph = None if in_graph is None else in_graph_of(self, in_graph)
 
@@ -205,13 +220,12 @@ def _run(node: Node, *args) -> list:
         projections = [Projection(*each) for each in by_projection(given.parts)]
         node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
     first, saved = node.forward(given) if finish or node.start is None else node.start(given)
-    form.saved = shape_of(saved)
+    form.saved, found = shape_of(saved), flat(first)
     if finish:
-        form.results = shape_of(first)
-        form.count = count_of(form.results)
+        form.count = len(found)
     else:  # whose layout may be a new one, of which nothing has finished yet
         form.started, form.count = shape_of(first), 1
-    found = [*flat(first), *flat(saved)]
+    found += flat(saved)
     return _once_each(form, found) if form.in_graph else found
 
 
@@ -227,15 +241,17 @@ def _once_each(form: Form, found: Sequence[Optional[torch.Tensor]]) -> List[torc
     return results
 
 
-def _gradients(node: Node, *args) -> list:
+def _gradients(node: Node, *args, spent: bool = False) -> list:
     """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, needs (of what is
-    present), form."""
+    present), form. spent: whether an earlier backward pass has written over what the node spends."""
     *values, whole, needs, form = args
-    left, (tensors, parts) = iter(values), form.trees(needs)
-    grads = [next(left) for _ in range(form.count + node.passes_on)]
-    given = form.given([next(left) for _ in needs], (), whole)
-    need = Gradients(form.kind(*map(bool, tensors)), parts)
-    found = form.present(node.backward(given, grads, filled(form.saved, left), need))
+    first = form.count + node.passes_on
+    last = first + len(needs)
+    saved = filled(form.saved, values[last:])
+    if node.spends and (spent or form.in_graph):  # an operator writes to none of its arguments
+        spare = {name: None if spent else getattr(saved, name) for name in node.spends}
+        saved = saved._replace(**{name: None if tensor is None else tensor.clone() for name, tensor in spare.items()})
+    found = form.present(node.backward(form.given(values[first:last], (), whole), values[:first], saved, form.needed(needs)))
     return [grad.contiguous() for grad in found if grad is not None] if form.in_graph else found
 
 
@@ -248,7 +264,7 @@ def _function(name: str, node: Node):
         found = run(*present, whole, sizes, rest is None, form)
         first = form.count if rest is None else count_of(form.started)
         ctx.save_for_backward(*form.kept(present), *found[first:])
-        ctx.form = form
+        ctx.form, ctx.spent = form, False
         if rest is not None:
             return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
         if node.passes_on:
@@ -259,6 +275,8 @@ def _function(name: str, node: Node):
     def backward(ctx, *grads):
         form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
         run = node.gradients_again if form.layout.replayable else node.gradients
+        if node.spends:
+            run, ctx.spent = partial(run, spent=True) if ctx.spent else run, True
         whole = form.whole_of(saved) if form.packed else None
         return (None, None, None, *run(*grads, *saved, whole, needs, form))
 
@@ -269,7 +287,6 @@ def _function(name: str, node: Node):
 
 def _finish(node: Node, form: Form, sizes: Tuple[int, ...], present: Sequence, found: Sequence) -> torch.Tensor:
     """Computes the result of a node that has started."""
-    left = iter(found)
-    started, saved = filled(form.started, left), filled(form.saved, left)
+    first = count_of(form.started)
     assert node.finish is not None
-    return node.finish(form.given(present, sizes, None), started, saved)
+    return node.finish(form.given(present, sizes, None), filled(form.started, found[:first]), filled(form.saved, found[first:]))

@@ -14,13 +14,13 @@ from .activation import gated_reference
 from .checks import check_inputs, check_mlp, split_groups
 from .graph import InGraph
 from .heads import Heads, heads_reference
-from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start, three_of
+from .mlp_steps import MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start
 from .node import Given, Gradients, Node
 from .norms import norm_reference
 from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
-from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward
+from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped
 
 Tensors = Sequence[Projection]
 
@@ -101,9 +101,8 @@ def _inputs_gradients(given: Given, grads: Sequence[torch.Tensor], saved: InputS
         q, k, _ = in_heads(spec, saved.q.split(spec.rows or projections.group.rows, 1), (dq.shape[0], dq.shape[2]))
         saved = saved._replace(q=q, k=k)
     grads, needs = (dq, dk, dv, dstream), needs_in_parts(need.parts)
-    found = inputs_backward(given.layout.spec, grads, tensors._replace(x=stream), saved, projections, need.tensors, needs)
-    dx = None if found.x is None else found.x.view(tensors.x.shape)
-    return Gradients(InputTensors._make([dx, *found[1:-1], None, None]), flat_parts(found.projections))
+    found, dparts = inputs_backward(given.layout.spec, grads, tensors._replace(x=stream), saved, projections, need.tensors, needs)
+    return Gradients(found._replace(x=shaped(found.x, tensors.x)), flat_parts(dparts))
 
 
 _inputs_node = Node(
@@ -157,14 +156,26 @@ class MLPSpec(NamedTuple):
     recompute: bool
 
 
-def _groups(given: Given) -> list:
+def groups_of(given: Given) -> list:
     """Each group of projections with its tensors."""
     return list(zip(given.layout.groups, given.layout.by_group(given.parts)))
 
 
-def _stream(given: Given, saved: MLPSaved) -> torch.Tensor:
-    """The residual stream after attention, flat."""
+def named(given: Given, found: Sequence) -> OutputGroups:
+    """Names what was found for each group of projections: o's, if there is one, and the MLP's or the shared expert's two, if there are."""
+    has_o = given.tensors.attended is not None
+    return OutputGroups(found[0] if has_o else None, *(found[has_o:] or (None, None)))
+
+
+def stream_of(given: Given, saved: Any) -> torch.Tensor:
+    """The residual stream after attention, flat. saved: with a `total`, as `MLPSaved`."""
     return given.tensors.x.reshape(-1, given.tensors.x.shape[-1]) if saved.total is None else saved.total
+
+
+AFTER_ATTENTION: dict = {  # options of both nodes
+    "in_parts": lambda tensors: tensors.behind is None,  # its gradient needs the last product
+    "dropped": lambda tensors: () if tensors.attended is None else ("x",),
+}
 
 
 def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Optional[torch.Tensor]) -> MLPSaved:
@@ -178,10 +189,10 @@ def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Op
 
 def _mlp(given: Given, step=mlp_forward) -> Tuple[list, MLPSaved]:
     copies = Copies()
-    found = of_second_half(_groups(given), given.whole, copies)
+    found = of_second_half(groups_of(given), given.whole, copies)
     copies.make()
     both = _side_by_side(given, given.tensors.x, found[-2].group)
-    first, saved = step(given.layout.spec.outputs, given.tensors, OutputGroups(*three_of(found)), both)
+    first, saved = step(given.layout.spec.outputs, given.tensors, named(given, found), both)
     return [first], _saved(given, saved, found, both)
 
 
@@ -191,30 +202,27 @@ def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
 
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
     """Computes the result from the last product's input."""
-    *_, down = of_second_half_loaded(_groups(given), saved.made, None)
-    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, _stream(given, saved), started[0], down)[0]
+    *_, down = of_second_half_loaded(groups_of(given), saved.made, None)
+    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, stream_of(given, saved), started[0], down)[0]
 
 
 def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:
     (dout,), layout = grads, given.layout
-    found = OutputGroups(*three_of(of_second_half_loaded(_groups(given), saved.made, given.whole)))
-    needs = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(need.parts)]))
-    saved, both = saved._replace(total=_stream(given, saved)), None
+    found = named(given, of_second_half_loaded(groups_of(given), saved.made, given.whole))
+    needs = named(given, [needs_in_parts(each) for each in layout.by_group(need.parts)])
+    saved, both = saved._replace(total=stream_of(given, saved)), None
     if saved.gate is None:
         both = _side_by_side(given, saved.total, found.inner.group)
     elif saved.up is None:
         gate, up = saved.gate.chunk(2, 1)
         saved = saved._replace(gate=gate, up=up)
-    gradients = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both)
-    dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    return Gradients(OutputTensors._make([dx, *gradients[1:-1]]), flat_parts(*gradients.projections))
+    gradients, dparts = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both)
+    return Gradients(gradients._replace(x=shaped(gradients.x, dout)), flat_parts(*dparts))
 
 
 _mlp_node = Node(
     "_NormMLP", check_mlp, norm_mlp_reference, _mlp, _mlp_gradients, _start_mlp, _finish_mlp,
-    in_graph=InGraph("norm_mlp", MLPSpec, OutputTensors, MLPSaved),
-    in_parts=lambda tensors: tensors.behind is None,  # its gradient needs the last product
-    dropped=lambda tensors: () if tensors.attended is None else ("x",),
+    in_graph=InGraph("norm_mlp", MLPSpec, OutputTensors, MLPSaved), **AFTER_ATTENTION,
 )  # fmt: skip
 
 

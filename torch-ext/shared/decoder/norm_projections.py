@@ -10,12 +10,14 @@ import torch
 
 from ..ops.common import fail
 from .checks import check_stream
+from .graph import InGraph
 from .node import Given, Gradients, Node
 from .nodes import product_dtype
 from .norms import norm_forward, norm_reference
 from .projection import Projection, check_projection, flat_parts, needs_in_parts, projection_reference
 from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Norm
+from .steps import shaped
 
 
 class Stream(NamedTuple):
@@ -65,10 +67,13 @@ def _backward(given: Given, grads: Sequence[torch.Tensor], saved: Saved, need: G
     normed = NormedInput(layout.spec, flat, norm, saved.rstd, dstream.reshape(flat.shape))
     rows = [grad.contiguous().view(-1, count) for grad, count in zip(grads, group.rows)]
     dx, dnorm, dparts = normed_input_backward(rows, normed, projections, need.tensors, needs_in_parts(need.parts))
-    return Gradients(Stream._make([None if dx is None else dx.view(x.shape), dnorm]), flat_parts(dparts))
+    return Gradients(Stream._make([shaped(dx, x), dnorm]), flat_parts(dparts))
 
 
-_node = Node("_NormProjections", _check, _reference, _forward, _backward, passes_on=True, packs=False)
+_node = Node(
+    "_NormProjections", _check, _reference, _forward, _backward,
+    in_graph=InGraph("norm_projections", Norm, Stream, Saved), passes_on=True, packs=False,
+)  # fmt: skip
 
 
 def norm_projections(

@@ -249,10 +249,6 @@ class Layout:
             start += group.tensors
         return found
 
-    def to_save(self, tensors: Sequence) -> Sequence[Optional[torch.Tensor]]:
-        """The tensors of projections as autograd keeps them; a weight in four bits is in its `Group`."""
-        return tensors if self.replayable else [None if isinstance(tensor, FourBitWeight) else tensor for tensor in tensors]
-
 
 IDENTITIES.add(Layout)
 _layouts: dict = {}

@@ -6,7 +6,6 @@ As with the others, the score multiplies the gated row in front of the last GEMM
 gradient of the score needs no result of it.
 """
 
-from functools import partial
 from typing import Callable, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from .activation import gated_reference
 from .checks import check_like
 from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
 from .projections import Projections
+from .steps import needs_any
 
 SILU = Gate(interleaved=False, alpha=0.0, limit=float("inf"))
 
@@ -30,20 +30,18 @@ class SharedExpert(NamedTuple):
     projections: Sequence[Projection]
 
 
-class SharedGroups(NamedTuple):
-    """The projections by what they read: the norm's output, the gated rows."""
-
-    inner: Projections
-    down: Projections
-
-
 class SharedNeeds(NamedTuple):
-    """Says what needs a gradient. y: the input; gate: the weight of the score's gate; inner, down: the tensors of `SharedGroups`."""
+    """Says what needs a gradient. y: the input; gate: the weight of the score's gate; inner, down: the projections' tensors, those of gate
+    and up and those of down."""
 
     y: bool
     gate: bool
     inner: Sequence[PartNeeds]
     down: Sequence[PartNeeds]
+
+    def reads_input(self) -> bool:
+        """Whether a gradient is computed with the input."""
+        return self.gate or any(each.weight or each.a for each in self.inner)
 
 
 class SharedGradients(NamedTuple):
@@ -74,27 +72,24 @@ def score_of(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(linear(y, gate).view(-1).to(accumulation_dtype(y.dtype)))
 
 
-def shared_start(y: torch.Tensor, gate: torch.Tensor, groups: SharedGroups):
-    """(score [tokens], gate and up side by side, a function that adds the expert's result to one [tokens, hidden], its caller's own)"""
-    score, both = score_of(y, gate), gate_and_up(y, groups.inner)
+def shared_start(y: torch.Tensor, gate: torch.Tensor, inner: Projections, down: Projections):
+    """(score [tokens], gate and up side by side, the gated rows times their scores, which `down` begins with)"""
+    score, both = score_of(y, gate), gate_and_up(y, inner)
     scored = gate_forward(both, None, score, None, SILU)
-    groups.down.begin(scored)
-    return score, both, partial(_add_down, scored, groups.down)
-
-
-def _add_down(scored: torch.Tensor, down: Projections, found: torch.Tensor) -> None:
-    down.again(scored, onto=found, out=found)
+    down.begin(scored)
+    return score, both, scored
 
 
 def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: torch.Tensor, score: torch.Tensor, both: torch.Tensor,
-                    groups: SharedGroups, need: SharedNeeds) -> SharedGradients:
+                    inner: Projections, down: Projections, need: SharedNeeds) -> SharedGradients:
     """Writes over both, the products of gate and up. y: a function that gives the input; called only where a weight needs it."""
-    inner, down = groups
+    need_inner, ddown = needs_any(need.inner), [Parts()]
     dlow = down.low_gradient((dout,))
-    need_inner = any(any(each) for each in need.inner)
     if not (need.y or need.gate or need_inner):
-        scored = gate_forward(both, None, score, None, SILU)
-        return SharedGradients(None, None, [Parts()] * len(need.inner), down.gradients((dout,), dlow, always(scored), need.down))
+        if needs_any(need.down):
+            scored = gate_forward(both, None, score, None, SILU)
+            ddown = down.gradients((dout,), dlow, always(scored), need.down)
+        return SharedGradients(None, None, [Parts()] * len(need.inner), ddown)
     dscored = down.input_gradient((dout,), dlow)
     weights = any(each.weight or each.a for each in need.down)
     both, scored, dscore, _ = gate_backward(dscored, both, None, score, None, SILU, weights)

@@ -10,40 +10,28 @@ first grouped GEMM. The normalised input, the rows that are gathered of it and t
 for bit.
 """
 
-from contextlib import nullcontext
-from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
 
-from ..ops.autocast import outside_autocast, without_autocast
-from ..ops.common import (
-    accumulation_dtype,
-    always,
-    apply_function,
-    autocasts,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-)
+from ..ops.autocast import without_autocast
+from ..ops.common import accumulation_dtype, always, describe, fail, need_floats
 from ..ops.expert_gate import Gate
-from ..ops.experts import experts_backward, experts_finish, experts_forward, experts_reference, experts_start, first_gemm
+from ..ops.experts import experts_backward, experts_finish, experts_reference, experts_start, first_gemm
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
-from ..ops.second_run import Rest, apply_in_parts, unfinished
 from .checks import check_attended, check_like
+from .graph import InGraph
 from .mlp_steps import add_branch, add_branch_backward
-from .nodes import add_branch_reference
+from .node import Given, Gradients, Node
+from .nodes import AFTER_ATTENTION, add_branch_reference, groups_of, named, stream_of
 from .norms import norm_reference, normed_again
-from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
+from .projection import Parts, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Projections, all_made, of_second_half, of_second_half_loaded
 from .shared_expert import (
     SharedExpert,
     SharedGradients,
-    SharedGroups,
     SharedNeeds,
     check_shared,
     gate_and_up,
@@ -52,7 +40,7 @@ from .shared_expert import (
     shared_start,
 )
 from .spec import Outputs
-from .steps import Joined, OutputNeeds, OutputTensors, flat_heads, join_backward, join_forward, need_join
+from .steps import Joined, JoinedGradients, Optionals, flat_heads, join_backward, join_forward, need_join, shaped
 
 
 class Router(NamedTuple):
@@ -74,6 +62,10 @@ class ExpertOptions(NamedTuple):
     alpha: float = 0.0
     limit: float = float("inf")
 
+    @property
+    def between(self) -> Gate:
+        return Gate(self.interleaved, self.alpha, self.limit)
+
 
 DEFAULT = ExpertOptions()
 
@@ -88,23 +80,79 @@ class ExpertTensors(NamedTuple):
     down_bias: Optional[torch.Tensor] = None
 
 
-class ExpertNeeds(NamedTuple):
-    """Which of `ExpertTensors` need a gradient."""
+class SparseTensors(NamedTuple):
+    """What the node reads beside its projections: the fields of `OutputTensors`, the router's weight and bias, the gate of the shared
+    expert's score, and the fields of `ExpertTensors`."""
 
-    gate_up: bool
-    down: bool
-    gate_up_bias: bool
-    down_bias: bool
+    x: torch.Tensor
+    attended: Optionals
+    after: Optionals
+    before: Optionals
+    behind: Optionals
+    router: torch.Tensor
+    router_bias: Optionals
+    shared_gate: Optionals
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: Optionals
+    down_bias: Optionals
+
+    @property
+    def experts(self) -> ExpertTensors:
+        return ExpertTensors(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
 
 class SparseSpec(NamedTuple):
-    """What of the node is no tensor. outputs: of the layer; the others: of `Router`."""
+    """Describes the node. outputs: of the layer. top_k, normalised, by_logits: of `Router`. recompute: whether the backward pass makes the
+    first products of all experts again."""
 
     outputs: Outputs
     gate: ExpertOptions
     top_k: int
     normalised: bool
     by_logits: bool
+    recompute: bool
+
+
+class Started(NamedTuple):
+    """What the last products read: the output of the experts' first GEMM, and the shared expert's gated rows times their scores."""
+
+    gate_up: torch.Tensor
+    scored: Optionals
+
+
+class SparseSaved(NamedTuple):
+    """The tensors that the backward pass reads.
+
+    total, o, rstd, o_rstd, branch, branch_rstd, made: as in `MLPSaved`. scores, expert: of `choose_experts`; logits: None where the router
+    is `normalised`. order, position, ends: of `Routing`. gate_up: as in `Started`. shared_score, both: of `shared_start`. The backward pass
+    writes over gate_up and both, and makes them again where they are None.
+    """
+
+    total: Optionals
+    o: Optionals
+    rstd: Optionals
+    o_rstd: Optionals
+    branch: Optionals
+    branch_rstd: Optionals
+    scores: torch.Tensor
+    expert: torch.Tensor
+    logits: Optionals
+    order: torch.Tensor
+    position: torch.Tensor
+    ends: torch.Tensor
+    gate_up: Optionals
+    shared_score: Any
+    both: Optionals
+    made: list
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.order, self.position, self.ends)
+
+    @property
+    def groups(self) -> Groups:
+        return Groups(self.ends, self.expert.numel())
 
 
 def choose_experts(logits: torch.Tensor, top_k: int, normalised: bool, by_logits: bool = False) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -136,144 +184,154 @@ def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -
     return dlogits.scatter_add_(1, expert, of_scores).to(dtype)
 
 
-def norm_experts_reference(
-    spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o, shared: Optional[SharedExpert]
-) -> torch.Tensor:
+def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype) -> torch.Tensor:
     """Computes `norm_experts` with PyTorch's operations."""
-    x, attended, after, before, behind = tensors
-    if o is not None and attended is not None:
+    x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
+    if attended is not None:
+        o, *projections = projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
-    scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
-    out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
-    out = out if shared is None else out + shared_reference(y, shared)
+    scores, expert = choose_experts(linear(y, router, router_bias), spec.top_k, spec.normalised, spec.by_logits)
+    out = experts_reference(y, expert, scores.to(y.dtype), *tensors.experts, *spec.gate)
+    out = out if shared_gate is None else out + shared_reference(y, SharedExpert(shared_gate, projections))
     return add_branch_reference(x, out, spec.outputs.behind, behind, spec.outputs.multiplier)
 
 
-class SparseGroups(NamedTuple):
-    """The projections of the node: attention's output projection, and those of the shared expert; None for what there is none of."""
-
-    o: Optional[Projections]
-    shared: Optional[SharedGroups]
-
-
-def _groups_of(found: Sequence) -> SparseGroups:
-    """Names what was found for each group of `layout_of`: first o's, if there is one, then the shared expert's two."""
-    return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
+def _weighted_sum(given: Given, gate_up: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, routing: Routing, groups: Groups):
+    """What the experts make, of the output of their first GEMM. scores, expert: of `choose_experts`."""
+    tensors, options, rounded = given.tensors, given.layout.spec.gate, _rounded(scores, given.layout.dtype)
+    weights = tensors.down, tensors.gate_up_bias, tensors.down_bias
+    return experts_finish(gate_up, expert, rounded, *weights, routing, groups, options.transposed, options.between)
 
 
-def _finish(spec: SparseSpec, weights: ExpertTensors, started: tuple, total: torch.Tensor, add_shared: Optional[Callable], shape):
-    """The result of a node that has started its experts and has no norm behind them. add_shared: of `shared_start`; shape: the result's."""
-    gate_up, expert, scores, routing, groups = started
-    gate, biases = Gate(*spec.gate[1:]), (weights.gate_up_bias, weights.down_bias)
-    found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, spec.gate.transposed, gate)
-    if add_shared is not None:
-        add_shared(found)
-    return add_branch(spec.outputs, shape, None, total, found)[0]
+def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Any, down: Optional[Projections]):
+    """What `add_branch` returns. found: what the experts made, to which the shared one's result is added."""
+    if down is not None:
+        down.again(scored, onto=found, out=found)
+    return add_branch(given.layout.spec.outputs, given.tensors.x.shape, given.tensors.behind, total, found)
 
 
-class _NormExperts(torch.autograd.Function):
-    """rest: as of `apply_in_parts`, None with a norm of the branch, whose gradient needs the last products."""
-
-    @staticmethod
-    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, behind, router_weight, router_bias, shared_gate, *parts):
-        spec, tensors = layout.spec, OutputTensors(x, attended, after, before, behind)
-        weights, parts = ExpertTensors(*parts[:4]), parts[4:]
-        projections = of_second_half(list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts)))
-        o, shared = _groups_of(projections)
-        joined = join_forward(spec.outputs, tensors, o, x.dtype)
-        logits = linear(joined.y, router_weight, router_bias)
-        scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
-        rounded = _rounded(scores, x.dtype)
-        if rest is None:
-            found, gate_up, *routing = experts_forward(joined.y, expert, rounded, *weights, *spec.gate)
-        else:
-            gate_up, routing, groups = experts_start(joined.y, expert, weights.gate_up, spec.gate.transposed)
-        shared_score = both = add_shared = None
-        if shared is not None:
-            shared_score, both, add_shared = shared_start(joined.y, shared_gate, shared)
-        total, _, *of_join = joined
-        del joined
-        out = branch = branch_rstd = None
-        if rest is None:
-            gate_up, both = (None, None) if recompute else (gate_up, both)
-            if add_shared is not None:
-                add_shared(found)
-            out, branch, branch_rstd = add_branch(spec.outputs, x.shape, behind, total, found)
-            del found
-        ctx.save_for_backward(
-            *(attended, after, before, behind, branch, branch_rstd, router_weight, shared_gate, *weights, total, *of_join),
-            *(scores, expert, None if spec.normalised else logits, None if recompute else gate_up, *routing),
-            *(shared_score, None if recompute else both, *layout.to_save(parts), *all_made(projections)),
-        )
-        ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
-        if rest is None:
-            return out
-        started = gate_up, expert, rounded, routing, groups
-        return unfinished(rest, partial(_finish, spec, weights, started, total, add_shared, x.shape), x.shape, total)
-
-    @staticmethod
-    @once_differentiable
-    @outside_autocast
-    def backward(ctx, dout):
-        spec, (_, _, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
-        attended, after, before, behind, branch, branch_rstd, router_weight, shared_gate, *saved = ctx.saved_tensors
-        gate_up_weight, down_weight, gate_up_bias, down_bias, x, o_out, rstd, o_rstd, *saved = saved
-        scores, expert, logits, gate_up, order, position, ends, shared_score, both, *saved = saved
-        need, (need_router, need_bias, need_gate, *needs) = OutputNeeds(*needs[:5]), needs[5:]
-        of_weights = ExpertNeeds(*needs[:4])
-        of_parts = [needs_in_parts(each) for each in ctx.layout.by_group(needs[4:])]
-        need_o = of_parts[0] if len(of_parts) % 2 else []
-        need_total = need_join(need, need_o)
-        layout, parts, made = ctx.layout, saved[: ctx.count], saved[ctx.count :]
-        pairs, whole = list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts))
-        o, shared = _groups_of(of_second_half_loaded(pairs, made, whole))
-        need_logits = need_total or need_router or need_bias
-        dout, weights = dout.reshape(x.shape), ExpertTensors(gate_up_weight, down_weight, gate_up_bias, down_bias)
-        again = gate_up is None or ctx.written_over  # which it is in a second backward pass (retain_graph)
-        need_shared = SharedNeeds(need_total, need_gate, *of_parts[-2:]) if shared is not None else None
-        of_shared = need_shared is not None and (need_gate or any(each.weight or each.a for each in need_shared.inner))
-        y = x  # of which `experts_backward` then reads the shape alone
-        if of_weights.gate_up or need_router or again or of_shared:
-            y = normed_again(spec.outputs.before, x, before, rstd, x.dtype)
-        if again:
-            groups = Groups(ends, expert.numel())
-            gate_up = first_gemm(y, gate_up_weight, order, position, groups, spec.gate.transposed)
-            both = None if shared is None else gate_and_up(y, shared.inner, again=True)
-        ctx.written_over = True
-        inputs, routing = (y, expert, _rounded(scores, x.dtype), *weights), Routing(order, position, ends)
-        dbranch, dbehind = add_branch_backward(spec.outputs, dout, behind, branch, branch_rstd, x.dtype, need.behind)
-        dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, routing, spec.gate, [need_total, need_logits, *of_weights])
-        del gate_up, inputs
-        dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
-        drouter = dbias = None
-        if need_logits:
-            shape = x.shape[0], router_weight.shape[0]
-            dlogits = router_backward(dscores, scores, expert, logits, shape, spec.normalised, x.dtype)
-            drouter = torch.mm(dlogits.t(), y) if need_router else None
-            dbias = dlogits.sum(0) if need_bias else None
-        dshared = SharedGradients(None, None, [], [])
-        if shared is not None and need_shared is not None and _any_shared(need_shared):
-            dshared = shared_backward(dbranch, always(y), shared_gate, shared_score, both, shared, need_shared)
-        elif shared is not None:
-            dshared = dshared._replace(inner=[Parts()] * 2, down=[Parts()])
-        del y, both
-        dx = dattended = dafter = dbefore = None
-        do = [Parts()] * len(need_o)
-        if need_total:
-            dy.addmm_(dlogits, router_weight)
-            if dshared.y is not None:
-                dy += dshared.y
-            tensors, joined = OutputTensors(x, attended, after, before, behind), Joined(x, x, o_out, rstd, o_rstd)
-            dx, dattended, dafter, dbefore, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
-        dparts = flat_parts(do, dshared.inner, dshared.down)
-        dx = None if dx is None else dx.view(ctx.shape)
-        of_norms = dattended, dafter, dbefore, dbehind
-        return (None, None, None, dx, *of_norms, drouter, dbias, dshared.gate, *dweights, *dparts)
+def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
+    """whole: False for `Started` instead of the result."""
+    layout, tensors, spec = given.layout, given.tensors, given.layout.spec
+    projections = of_second_half(groups_of(given), given.whole)
+    o, inner, down = named(given, projections)
+    total, y, *of_join = join_forward(spec.outputs, tensors, o, layout.dtype)
+    logits = linear(y, tensors.router, tensors.router_bias)
+    scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
+    gate_up, routing, groups = experts_start(y, expert, tensors.gate_up, spec.gate.transposed)
+    found = _weighted_sum(given, gate_up, scores, expert, routing, groups) if whole else None
+    score = both = scored = None
+    if inner is not None:
+        score, both, scored = shared_start(y, tensors.shared_gate, inner, down)
+    kept: tuple = (None, score, None) if spec.recompute else (gate_up, score, both)
+    first: Sequence
+    if found is None:
+        first, of_branch = Started(gate_up, scored), [None, None]
+    else:
+        del gate_up, both, y
+        out, *of_branch = _result(given, total, found, scored, down)
+        first = [out]
+    of_total, of_logits = None if tensors.attended is None else total, None if spec.normalised else logits
+    saved = of_total, *of_join, *of_branch, scores, expert, of_logits, *routing, *kept, all_made(projections)
+    return first, SparseSaved._make(saved)
 
 
-def _any_shared(need: SharedNeeds) -> bool:
-    return bool(need.y or need.gate or any(any(each) for each in (*need.inner, *need.down)))
+def _start(given: Given) -> Tuple[Sequence, SparseSaved]:
+    return _forward(given, whole=False)
+
+
+def _finish(given: Given, started: Started, saved: SparseSaved) -> torch.Tensor:
+    """Computes the result of a node that has no norm of the experts' branch."""
+    _, _, down = named(given, of_second_half_loaded(groups_of(given), saved.made, None))
+    found = _weighted_sum(given, started.gate_up, saved.scores, saved.expert, saved.routing, saved.groups)
+    return _result(given, stream_of(given, saved), found, started.scored, down)[0]
+
+
+def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, need: Gradients) -> Gradients:
+    layout, tensors, needed, spec = given.layout, given.tensors, need.tensors, given.layout.spec
+    o, inner, down = named(given, of_second_half_loaded(groups_of(given), saved.made, given.whole))
+    need_o, need_inner, need_down = named(given, [needs_in_parts(each) for each in layout.by_group(need.parts)])
+    need_o = need_o or []
+    need_total = need_join(needed, need_o)
+    need_logits = need_total or needed.router or needed.router_bias
+    need_shared = None if inner is None else SharedNeeds(need_total, needed.shared_gate, need_inner, need_down)
+    gate_up: Any = saved.gate_up
+    both: Any = saved.both
+    x, again = stream_of(given, saved), gate_up is None
+    dout, y = grads[0].reshape(x.shape), x  # of which `experts_backward` then reads the shape alone
+    if needed.gate_up or needed.router or again or (need_shared is not None and need_shared.reads_input()):
+        y = normed_again(spec.outputs.before, x, tensors.before, saved.rstd, layout.dtype)
+    if again:
+        gate_up = first_gemm(y, tensors.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed)
+        both = None if inner is None else gate_and_up(y, inner, again=True)
+    of_branch = tensors.behind, saved.branch, saved.branch_rstd
+    dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
+    inputs, of_weights = (y, saved.expert, _rounded(saved.scores, layout.dtype), *tensors.experts), needed.experts
+    needs = [need_total, need_logits, *of_weights]
+    dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, saved.routing, spec.gate, needs)
+    del gate_up, inputs
+    dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
+    drouter = dbias = None
+    if need_logits:
+        of_router = saved.scores, saved.expert, saved.logits, (x.shape[0], tensors.router.shape[0])
+        dlogits = router_backward(dscores, *of_router, spec.normalised, layout.dtype)
+        drouter = torch.mm(dlogits.t(), y) if needed.router else None
+        dbias = dlogits.sum(0) if needed.router_bias else None
+    dshared = SharedGradients(None, None, [], [])
+    if need_shared is not None:
+        dshared = shared_backward(dbranch, always(y), tensors.shared_gate, saved.shared_score, both, inner, down, need_shared)
+    del y, both
+    join = JoinedGradients(None, None, None, None, [Parts()] * len(need_o))
+    if need_total:
+        dy.addmm_(dlogits, tensors.router)
+        if dshared.y is not None:
+            dy += dshared.y
+        joined = Joined(x, x, saved.o, saved.rstd, saved.o_rstd)
+        join = join_backward(spec.outputs, dy, dout, tensors, joined, o, needed, need_o)
+    of_layer = shaped(join.total, grads[0]), join.attended, join.after, join.before, dbehind
+    of_node: list = [*of_layer, drouter, dbias, dshared.gate, *dweights]
+    return Gradients(SparseTensors._make(of_node), flat_parts(join.o, dshared.inner, dshared.down))
+
+
+def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype: torch.dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit."""
+    x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
+    gate_up, down, gate_up_bias, down_bias = tensors.experts
+    need_floats(x=x)
+    if x.dim() == 0 or down.dim() != 3:
+        fail("weights.down", describe(down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
+    transposed = spec.gate.transposed
+    hidden, experts, width = x.shape[-1], down.shape[0], down.shape[1 if transposed else 2]
+    if attended is not None:
+        o, *projections = projections
+        check_attended(x, attended, o, dtype)
+    expected: Sequence = (
+        ("before", before, (hidden,)),
+        ("after", after, (hidden,)),
+        ("behind", behind, (hidden,)),
+        ("router.weight", router, (experts, hidden)),
+        ("router.bias", router_bias, (experts,)),
+        ("weights.gate_up", gate_up, (experts, hidden, 2 * width) if transposed else (experts, 2 * width, hidden)),
+        ("weights.down", down, (experts, width, hidden) if transposed else (experts, hidden, width)),
+        ("weights.gate_up_bias", gate_up_bias, (experts, 2 * width)),
+        ("weights.down_bias", down_bias, (experts, hidden)),
+    )
+    for name, tensor, shape in expected:
+        if tensor is not None:
+            check_like(x, name, tensor, shape)
+    if not 1 <= spec.top_k <= experts:
+        fail("router.top_k", spec.top_k, f"from 1 to the {experts} experts")
+    if spec.by_logits and not spec.normalised:
+        fail("router.by_logits", True, "a router whose probabilities are divided by their sum")
+    if shared_gate is not None:
+        check_shared(x, SharedExpert(shared_gate, projections))
+
+
+_node = Node(
+    "_NormExperts", _check, norm_experts_reference, _forward, _gradients, _start, _finish,
+    in_graph=InGraph("norm_experts", SparseSpec, SparseTensors, SparseSaved), spends=("gate_up", "both"), **AFTER_ATTENTION,
+)  # fmt: skip
 
 
 def norm_experts(
@@ -316,50 +374,13 @@ def norm_experts(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit. All but the projections' tensors are of x's dtype and device.
     """
-    tensors = OutputTensors(x, attended, after, before, behind)
-    groups: List[Sequence[Projection]] = [] if o is None else [(o,)]
-    _check(tensors, router, weights, spec, gate, o)
-    shared_gate = None
-    if shared is not None:
-        check_shared(x, shared)
-        shared_gate, groups = shared.gate, [*groups, shared.projections[:2], shared.projections[2:]]
-    parts = [part for group in groups for part in tensors_of(group)]
-    dense = [part for part in parts if not isinstance(part, FourBitWeight)]
-    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits)
-    with without_autocast(x.device) if autocasts(x.device) else nullcontext():
-        if needs_formula(*tensors, router.weight, router.bias, shared_gate, *weights, *dense):
-            return norm_experts_reference(description, tensors, router, weights, o, shared)
-        layout = layout_of(description, groups, x.dtype)
-        of_node = layout, bool(recompute), *tensors, router.weight, router.bias, shared_gate, *weights, *parts
-        return apply_in_parts(_NormExperts, *of_node) if behind is None else apply_function(_NormExperts, None, *of_node)
-
-
-def _check(
-    tensors: OutputTensors, router: Router, weights: ExpertTensors, spec: Outputs, gate: ExpertOptions, o: Optional[Projection]
-) -> None:
-    x, attended, after, before, behind = tensors
-    need_floats(x=x)
-    if x.dim() == 0 or weights.down.dim() != 3:
-        fail("weights.down", describe(weights.down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
-    hidden, experts, width = x.shape[-1], weights.down.shape[0], weights.down.shape[1 if gate.transposed else 2]
     if (o is None) != (attended is None):
         fail("attended", "None" if attended is None else describe(attended), "it and o, or neither")
-    if o is not None and attended is not None:
-        check_attended(x, attended, o, x.dtype)
-    expected: Sequence = (
-        ("before", before, (hidden,)),
-        ("after", after, (hidden,)),
-        ("behind", behind, (hidden,)),
-        ("router.weight", router.weight, (experts, hidden)),
-        ("router.bias", router.bias, (experts,)),
-        ("weights.gate_up", weights.gate_up, (experts, hidden, 2 * width) if gate.transposed else (experts, 2 * width, hidden)),
-        ("weights.down", weights.down, (experts, width, hidden) if gate.transposed else (experts, hidden, width)),
-        ("weights.gate_up_bias", weights.gate_up_bias, (experts, 2 * width)),
-        ("weights.down_bias", weights.down_bias, (experts, hidden)),
-    )
-    for name, tensor, shape in expected:
-        check_like(x, name, tensor, shape)
-    if not 1 <= router.top_k <= experts:
-        fail("router.top_k", router.top_k, f"from 1 to the {experts} experts")
-    if router.by_logits and not router.normalised:
-        fail("router.by_logits", True, "a router whose probabilities are divided by their sum")
+    groups: list = [] if o is None else [(o,)]
+    if shared is not None:
+        groups += shared.projections[:2], shared.projections[2:]
+    shared_gate = None if shared is None else shared.gate
+    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *weights)
+    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits, bool(recompute))
+    with without_autocast(x.device):
+        return _node(description, tensors, groups, (), x.dtype)

@@ -6,7 +6,7 @@ computed again in the backward pass, bit for bit. Input gradients of several pro
 weights lie side by side in memory (`pack`), and the residual's gradient by the RMSNorm's backward kernel.
 """
 
-from typing import List, NamedTuple, Optional, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -19,6 +19,12 @@ from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Inputs, Outputs
 
 Optionals = Optional[torch.Tensor]
+
+
+def shaped(flat: Optionals, like: torch.Tensor) -> torch.Tensor:
+    """A gradient, or None, in the shape of another tensor."""
+    found: Any = None if flat is None else flat.view(like.shape)
+    return found
 
 
 def wanted(need: bool, gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -36,17 +42,6 @@ class InputTensors(NamedTuple):
     k_norm: Optionals
     cos: Optionals
     sin: Optionals
-
-
-class InputNeeds(NamedTuple):
-    """Which of `InputTensors` need a gradient."""
-
-    x: bool
-    norm: bool
-    q_norm: bool
-    k_norm: bool
-    cos: bool
-    sin: bool
 
 
 class InputResults(NamedTuple):
@@ -72,14 +67,6 @@ class InputSaved(NamedTuple):
     q_rstd: Optionals
     k_rstd: Optionals
     made: Sequence[torch.Tensor] = ()
-
-
-class InputGradients(NamedTuple):
-    x: Optionals
-    norm: Optionals
-    q_norm: Optionals
-    k_norm: Optionals
-    projections: List[Parts]
 
 
 def in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[int]) -> List[torch.Tensor]:
@@ -110,9 +97,9 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
 
 
 def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputTensors, saved: InputSaved, group: Projections,
-                    need: InputNeeds, needs: Sequence[PartNeeds]) -> InputGradients:
-    """The gradients, None for those that are not needed. grads: of q_out, k_out, v and the residual; need: of the tensors, needs: of the
-    projections'."""
+                    need: Any, needs: Sequence[PartNeeds]) -> Tuple[InputTensors, List[Parts]]:
+    """The gradients, None for those that are not needed. grads: of q_out, k_out, v and the residual; need: whether each of the tensors
+    needs one; needs: the projections'."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     dq_out, dk_out, dv, dresidual = grads
     tokens, rows, dv = x.shape[0], spec.rows or group.group.rows, dv.transpose(1, 2)
@@ -132,7 +119,8 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
         grads = (together,) if packed else grads
     normed = NormedInput(spec.norm, x, norm, saved.rstd, dresidual)
     dx, dnorm, dprojections = normed_input_backward(grads, normed, group, (need.x, need.norm), needs, together)
-    return InputGradients(dx, dnorm, wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm), dprojections)
+    found: Sequence = (dx, dnorm, wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm), None, None)
+    return InputTensors._make(found), dprojections
 
 
 # ---------------------------------------------------------------- after attention: the first residual connection
@@ -146,16 +134,6 @@ class OutputTensors(NamedTuple):
     after: Optionals
     before: Optionals
     behind: Optionals
-
-
-class OutputNeeds(NamedTuple):
-    """Which of `OutputTensors` need a gradient."""
-
-    x: bool
-    attended: bool
-    after: bool
-    before: bool
-    behind: bool
 
 
 class Joined(NamedTuple):
@@ -215,8 +193,9 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
-                  need: OutputNeeds, need_o: Sequence[PartNeeds]) -> JoinedGradients:
-    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. None for what is not needed."""
+                  need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
+    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. need: whether each of the tensors
+    needs a gradient; None for what does not."""
     dbefore = dafter = dattended = None
     do = [Parts()] * len(need_o)
     if tensors.before is None or joined.rstd is None:
@@ -237,6 +216,6 @@ def needs_any(needs: Sequence[PartNeeds]) -> bool:
     return any(any(need) for need in needs)
 
 
-def need_join(need: OutputNeeds, need_o: Sequence[PartNeeds]) -> bool:
-    """Tells whether anything in front of the MLP or the experts needs a gradient."""
+def need_join(need: Any, need_o: Sequence[PartNeeds]) -> bool:
+    """Tells whether anything in front of the MLP or the experts needs a gradient. need: whether each of the tensors does."""
     return bool(need.x or need.attended or need.after or need.before or needs_any(need_o))

@@ -4,7 +4,7 @@ node, its last projection is in the node of the MLP or the experts, and what is 
 | mixer                            | projections                    | what runs                                        |
 |----------------------------------|--------------------------------|--------------------------------------------------|
 | ours                             | linear layers, LoRA, four bits | the node, the mixer's operations, the last node  |
-| ours                             | anything else, or traced       | the norm, the modules, the mixer's operations    |
+| ours                             | anything else                  | the norm, the modules, the mixer's operations    |
 | hooked, or of another cache, ... |                                | the norm, and the mixer as the module that it is |
 """
 
@@ -77,8 +77,7 @@ class MixedLayer(FusedLayer):
         linears = [parts[name] for name in mixer.inputs]
         wider = autocasts(x.device)
         dtype, spec = product_dtype(x) if wider else x.dtype, self.norm(eps_of(norm))
-        # A compiler fuses around the products by itself, so that a graph needs no operator of ours for them.
-        found = None if torch.compiler.is_compiling() else projections(linears, dtype, wider)
+        found = projections(linears, dtype, wider)
         if found is None:
             normed = rms_norm(spec, x, weight_of(norm))
             return [linear(normed) for linear in linears], x

@@ -4,6 +4,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from ..decoder.projection import is_traceable
 from ..decoder.shared_expert import SharedExpert
 from ..decoder.sparse import ExpertOptions, ExpertTensors, Router
 from ..runtime.device import PLAIN
@@ -32,8 +33,6 @@ def is_sparse(mlp) -> bool:
 def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype) -> Union[SparseBlock, Reason]:
     """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
     as the modules that they are."""
-    if torch.compiler.is_compiling():
-        return Reason("called", "torch.compile")
     parts = block.__dict__["_modules"]
     router, experts = parts[sparse.router], parts["experts"]
     if not own.run_by(router):
@@ -77,6 +76,8 @@ def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype)
         projection = projection_or_reason(inner[each], dtype)
         if isinstance(projection, Reason):
             return projection.of(f"{name}.{each}")
+        if torch.compiler.is_compiling() and not is_traceable(projection):
+            return Reason("called", "torch.compile, for an adapter with dropout or a weight in four bits").of(f"{name}.{each}")
         found.append(projection)
     if found[-1].bias is not None or found[-1].adapter_bias is not None:
         return Reason("bias", f"{name}.down_proj has a bias, which its score does not multiply in one product")
