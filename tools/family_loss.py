@@ -102,7 +102,7 @@ def table_of(found: list[Found]) -> str:
     reasons: dict[str, list[str]] = {}
     for each in found:
         if not each.served and each.built:
-            reason = re.sub(r" in line \d+", "", each.reason).replace("|", "\\|")
+            reason = re.sub(r",? in line \d+", "", each.reason).replace("|", "\\|")
             reasons.setdefault(re.sub(r"^\w+\.forward ", "its forward ", reason), []).append(each.kind)
     lines += [f"| {', '.join(dict.fromkeys(kinds))} | {reason} |" for reason, kinds in reasons.items()]
     unbuilt = dict.fromkeys(each.kind for each in found if not each.built)

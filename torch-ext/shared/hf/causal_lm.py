@@ -199,7 +199,9 @@ def why_loss_is_not_standard(model) -> Optional[Reason]:
         return Reason("model", "it was taken off after another library had wrapped the model's forward")
     loss = model.loss_function
     if not is_transformers_own(loss, "transformers.loss.loss_utils", "ForCausalLMLoss"):
-        return Reason("loss", "model.loss_function is not transformers' own")
+        module, name = getattr(loss, "__module__", None) or "", getattr(loss, "__name__", "")
+        other = module.startswith("transformers.") and is_transformers_own(loss, module, name)
+        return Reason("loss", f"model.loss_function is transformers' {name}" if other else "model.loss_function is not transformers' own")
     replaced = replaced_below(loss)
     if replaced:
         return Reason("below", replaced)

@@ -148,7 +148,7 @@ def kernelize(
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []
     put_on(parts)
-    others = {} if shapes is None else read_losses(model, _classes_with_losses(families))
+    others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
     if not put_losses_on(others) and not chosen and not parts:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
@@ -212,15 +212,16 @@ def capture(families: Families, model, batch, tokens):
 
 
 def _classes_with_losses(families: Families) -> tuple:
-    """The classes whose losses the rows of families are for, those of which transformers' module is imported."""
+    """The classes whose losses the rows of families are for."""
     found = (ownership.class_of(targets, targets.classes[loss][0]) for targets in families for loss in targets.losses())
     return tuple(cls for cls in found if cls is not None)
 
 
 def explain(families: Families, model, shapes=None):
     """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
-    losses = {} if shapes is None else read_losses(model, _classes_with_losses(families))
-    if shapes is not None and not _modules_of(families, model, "decoder_layer"):
+    own = [targets for targets in families if _modules_of([targets], model, "decoder_layer")]
+    losses = {} if shapes is None else read_losses(model, _classes_with_losses(own))
+    if shapes is not None and not own:
         known = explain_shapes(shapes, model, ownership.runs_ours, losses)
         if known is not None:
             return known
@@ -235,4 +236,4 @@ def explain(families: Families, model, shapes=None):
             before = left[operation][1] if operation in left else 0
             left[operation] = why_left(texts), before + count
     layers = [(layer, targets.explain_layer) for targets, layer in found]
-    return explanation.explain(model, layers, _causal_lms(families, model), left, losses)
+    return explanation.explain(model, layers, [each for each in _causal_lms(families, model) if each not in losses], left, losses)
