@@ -9,13 +9,14 @@ import importlib
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SOURCES = Path(__file__).resolve().parent.parent / "packages" / "decoders" / "torch-ext"
-START, END = "<!-- loss -->\n", "<!-- /loss -->"
+START = "## Of each type\n\n"  # what follows it in the document is written here
 PART = "loss without logits"
 TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
 
@@ -106,7 +107,8 @@ def table_of(found: list[Found]) -> str:
             reasons.setdefault(re.sub(r"^\w+\.forward ", "its forward ", reason), []).append(each.kind)
     lines += [f"| {', '.join(dict.fromkeys(kinds))} | {reason} |" for reason, kinds in reasons.items()]
     unbuilt = dict.fromkeys(each.kind for each in found if not each.built)
-    lines += ["", f"Not built here, by the default configuration alone: {', '.join(unbuilt)}."] if unbuilt else []
+    said = f"Not built here, by the default configuration alone: {', '.join(unbuilt)}."
+    lines += ["", *textwrap.wrap(said, 140, break_on_hyphens=False)] if unbuilt else []
     return "\n".join(lines) + "\n"
 
 
@@ -124,8 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(table, end="")
         return
     text = given.write.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    given.write.write_text(before + START + table + END + rest.partition(END)[2], encoding="utf-8")
+    given.write.write_text(text.partition(START)[0] + START + table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def test_a_block_runs(results, name):
 def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, installed, results):
     (name,) = [name for name, block in PYTHON.items() if "import bastile" in block]
     assert f"bastile from {installed}" in assert_ran(results, name)
-    sources = package / "torch-ext/qwen3"
+    sources = package / "torch-ext/bastile"
     shared = package / "torch-ext/shared"
     files = {path: path.relative_to(sources) for path in sources.rglob("*.*")} | {
         path: path.relative_to(shared.parent) for path in shared.rglob("*.*")
@@ -379,6 +379,8 @@ def test_what_pip_installs_fits_the_tested_versions(installed, command):
     for word in shlex.split(command)[2:]:
         if word.startswith("."):  # this repository: the fixture installed it
             assert set(re.findall(r"\w+", word)) <= set(project["optional-dependencies"])
+        elif word.startswith("dist/"):  # what `make wheel` made
+            assert "--wheel-dir dist" in MAKEFILE
         else:
             requirement = Requirement(word)
             assert requirement.specifier.contains(pinned[requirement.name])
