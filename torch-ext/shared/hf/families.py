@@ -261,7 +261,7 @@ def targets_of(own, layers: Layers) -> Targets:
         operations=operations,
         hub_names={**common, **of_classes},
         explain_layer=own.explain,
-        fused=tuple(name for name in family.classes() if name not in (f"{prefix}RMSNorm", family.mlp_class())),
+        fused=tuple(name for name in family.classes() if name != f"{prefix}RMSNorm" and not (family.mlp and name == family.mlp_class())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
         optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
         elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
