@@ -48,7 +48,7 @@ def _read(module) -> Union[Flow, Reason]:
     try:
         return flow_of(module)
     except ComputedInside as reason:
-        return Reason(INSIDE, str(reason))
+        return Reason("inside", str(reason))  # INSIDE
     except NotServed as reason:
         return Reason("forward", str(reason))
     except Exception as error:  # of the user's classes, whose attributes are read
