@@ -25,7 +25,7 @@ PACKAGES = (
     OnHub("bastile/qwen3_5", qwen3_5.SERVED),
     OnHub("bastile/decoders", dense.SERVED),
 )
-_calls = Front(__package__, PACKAGES, {"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})
+_calls = Front(__package__, PACKAGES, named={"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})
 apply = _calls.apply
 kernelize = _calls.kernelize
 explain = _calls.explain

@@ -38,7 +38,7 @@ class Front(Interface):
     models of no family."""
 
     def __init__(self, package: str, packages: Sequence[OnHub], named: Mapping[str, type] = {}):
-        super().__init__(package, [each.served for each in packages], named)
+        super().__init__(package, [each.served for each in packages], named=named)
         self._packages, self._loaded = packages, {}  # type: Sequence[OnHub], Dict[str, Any]
 
     def has_kernels(self) -> bool:

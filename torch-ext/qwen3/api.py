@@ -19,12 +19,10 @@ __all__ = [
 ]
 
 NAMED = {
-    "RMSNorm": layers.RMSNorm,
-    "rotary_pos_emb": layers.RotaryPosEmb,
     "SwiGLUMLP": layers.SwiGLUMLP,  # transformers', whose Qwen3 does not use it and the next one yet
     "ForCausalLMLoss": layers.ForCausalLMLoss,
 }
-_calls = Interface(__package__, [SERVED], NAMED)
+_calls = Interface(__package__, [SERVED], layers, NAMED)
 apply = _calls.apply
 kernelize = _calls.kernelize
 explain = _calls.explain

@@ -23,12 +23,14 @@ def _layer(name: str, forward: Callable[..., Any]) -> Type[Layer]:
     return type(name, (Layer,), {"forward": forward, "__module__": __name__})
 
 
-@functools.lru_cache(maxsize=None)
 def rms_norm_of(family: Family) -> Type[Layer]:
     """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
-    norm = Norm(0.0, family.offset, family.rounds)
+    return _rms_norm(Norm(0.0, family.offset, family.rounds), family.norm_argument)
 
-    if family.norm_argument == "x":
+
+@functools.lru_cache(maxsize=None)
+def _rms_norm(norm: Norm, argument: str) -> Type[Layer]:
+    if argument == "x":
 
         def forward(self, x):
             return norm_forward(norm, self, x)
@@ -52,18 +54,26 @@ def any_norm_of(rows: Iterable[FusedLayer]) -> Type[Layer]:
     return _layer("RMSNorm", forward)
 
 
-@functools.lru_cache(maxsize=None)
 def rotary_layer_of(family: Family) -> Type[Layer]:
     """The layer for `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, width]."""
-    return _layer("RotaryPosEmb", rotary_forward(rotary_of(family)))
+    return _rotary_layer(rotary_of(family))
+
+
+@functools.lru_cache(maxsize=None)
+def _rotary_layer(rotate: Callable[..., Any]) -> Type[Layer]:
+    return _layer("RotaryPosEmb", rotary_forward(rotate))
 
 
 @functools.lru_cache(maxsize=None)
 def mlp_of(family: Family) -> Type[Layer]:
     """The layer for a family's MLP: [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
-    run = mlp_forward if family.activation == "silu" and len(family.gate_up) == 2 else gated_mlp_forward(family)
+    plain = family.activation == "silu" and len(family.gate_up) == 2
+    return _mlp(mlp_forward if plain else gated_mlp_forward(family), family.mlp_argument)
 
-    if family.mlp_argument == "x":
+
+@functools.lru_cache(maxsize=None)
+def _mlp(run: Callable[..., Any], argument: str) -> Type[Layer]:
+    if argument == "x":
 
         def forward(self, x):
             return run(self, x)
@@ -76,11 +86,15 @@ def mlp_of(family: Family) -> Type[Layer]:
     return _layer("MLP", forward)
 
 
-@functools.lru_cache(maxsize=None)
 def experts_of(family: Family) -> Type[Layer]:
     """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
+    return _experts(family.sparse is not None and family.sparse.by_logits)
+
+
+@functools.lru_cache(maxsize=None)
+def _experts(by_logits: bool) -> Type[Layer]:
     forward: Callable[..., Any]
-    if family.sparse is not None and family.sparse.by_logits:
+    if by_logits:
 
         def forward(self, hidden_states, router_indices=None, routing_weights=None):
             return experts_forward(self, hidden_states, router_indices, routing_weights)

@@ -18,8 +18,7 @@ __all__ = [
     "warmup_all_kernels",
 ]
 
-NAMED = {"RMSNorm": layers.RMSNorm, "rotary_pos_emb": layers.RotaryPosEmb}
-_calls = Interface(__package__, [SERVED], NAMED)
+_calls = Interface(__package__, [SERVED], layers, {"RMSNorm": layers.RMSNorm})
 apply = _calls.apply
 kernelize = _calls.kernelize
 explain = _calls.explain

@@ -20,14 +20,13 @@ __all__ = [
 
 NAMED = {
     "RMSNormZeroCentered": layers.RMSNormZeroCentered,
-    "RMSNormGated": layers.RMSNormGated,
     # The functions that transformers opens in every gated delta net, also in those of OLMo-Hybrid.
     "chunk_gated_delta_rule": layers.ChunkGatedDeltaRule,
     "fused_recurrent_gated_delta_rule": layers.FusedRecurrentGatedDeltaRule,
     "causal_conv1d_fn": layers.CausalConv1dFn,
     "causal_conv1d_update": layers.CausalConv1dUpdate,
 }
-_calls = Interface(__package__, [SERVED], NAMED)
+_calls = Interface(__package__, [SERVED], layers, NAMED)
 apply = _calls.apply
 kernelize = _calls.kernelize
 explain = _calls.explain
