@@ -1,11 +1,13 @@
 """What logits_flow.py knows of the values in a forward while it reads it, and what follows from that of values made of them."""
 
 import dataclasses
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from torch import nn
 
 Path = Tuple[str, ...]  # the attributes that lead from a causal LM to something that it holds
+CALLS = "<calls of the loss>"  # in an environment: the numbers of calls that there may have been
+Environment = Dict[str, Any]  # the values of a forward's names
 CALL = "()"  # at the end of an attribute's name: of a method without arguments
 
 
@@ -87,6 +89,13 @@ def joined(first, last) -> Any:
     if has_logits(first) or has_logits(last) or isinstance(first, Module) or isinstance(last, Module):  # a module may be the head
         return MIXED
     return OTHER
+
+
+def merge(env: Environment, first: Environment, last: Environment) -> None:
+    """Makes an environment that of two ways which meet."""
+    env.clear()
+    env.update({name: joined(first.get(name, OTHER), last.get(name, OTHER)) for name in {**first, **last}})
+    env[CALLS] = tuple(sorted({*first[CALLS], *last[CALLS]}))
 
 
 def fact_of(value, path: Path) -> Any:

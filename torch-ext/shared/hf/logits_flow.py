@@ -11,17 +11,19 @@ is compared with itself before its first step.
 import ast
 import builtins
 import operator
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional
 
 import torch
 from torch import nn
 
 from .flow_values import (
     CALL,
+    CALLS,
     GIVEN,
     LOSS_FUNCTION,
     MIXED,
     OTHER,
+    Environment,
     Fact,
     Global,
     Logits,
@@ -36,6 +38,7 @@ from .flow_values import (
     is_number,
     is_output,
     joined,
+    merge,
     truth_of,
 )
 from .modules import original_forward, without_decorators
@@ -52,8 +55,6 @@ OPAQUE = (
     *(ast.For, ast.While, ast.Try, ast.With, ast.Delete, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Dict, ast.Set),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
-CALLS = "<calls of the loss>"  # in an environment: the numbers of calls that there may have been
-Environment = Dict[str, Any]  # the values of a forward's names
 
 
 class NotServed(Exception):
@@ -182,7 +183,7 @@ class _Reader:
         envs = [dict(env), dict(env)]
         reached = [one for one, body in zip(envs, (node.body, node.orelse)) if self._block(body, one)]
         if reached:
-            _merge(env, reached[0], reached[-1])
+            merge(env, reached[0], reached[-1])
         return bool(reached)
 
     def _bind(self, target, value, env: Environment) -> None:
@@ -240,7 +241,7 @@ class _Reader:
             if truth is not None:
                 return self._value(node.body if truth else node.orelse, env)
             value = joined(self._value(node.body, envs[0]), self._value(node.orelse, envs[1]))
-            _merge(env, *envs)
+            merge(env, *envs)
             return value
         if isinstance(node, ast.BoolOp):
             return self._either(node, env)
@@ -391,13 +392,6 @@ class _Reader:
         for other in others:
             value = joined(value, other)
         return value
-
-
-def _merge(env: Environment, first: Environment, last: Environment) -> None:
-    """Makes an environment that of two ways which meet."""
-    env.clear()
-    env.update({name: joined(first.get(name, OTHER), last.get(name, OTHER)) for name in {**first, **last}})
-    env[CALLS] = tuple(sorted({*first[CALLS], *last[CALLS]}))
 
 
 def _name_of(node) -> str:
