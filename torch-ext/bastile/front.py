@@ -9,7 +9,7 @@
 
 import logging
 import warnings
-from typing import List, Mapping, NamedTuple, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ class Front(Interface):
 
     def __init__(self, package: str, packages: Sequence[OnHub], named: Mapping[str, type] = {}):
         super().__init__(package, [each.served for each in packages], named=named)
-        self._packages, self._loaded = packages, {}  # type: Sequence[OnHub], Dict[str, Any]
+        self._packages = packages
+        self._loaded: Dict[str, Any] = {}
 
     def has_kernels(self) -> bool:
         """Tells whether this package serves the machine itself: it has kernels, or there is no GPU. A damaged one says so when it is used,

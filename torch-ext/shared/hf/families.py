@@ -270,7 +270,7 @@ def targets_of(own, layers: Layers) -> Targets:
     )
 
 
-def hub_names_of(families: Families) -> Mapping[str, type]:
+def hub_names_of(families: Families) -> Mapping[str, Type[nn.Module]]:
     """Each layer of a package by the name that `kernels` knows it by."""
     return {name: layer for targets in families for name, layer in targets.hub_names.items()}
 

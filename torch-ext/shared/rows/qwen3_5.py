@@ -66,7 +66,7 @@ class GatedDeltaNet(Layer):
 Model = layers.model(arguments_for=documents_for)
 
 
-def targets(own: MixedLayer) -> Targets:
+def targets(own: FusedLayer) -> Targets:
     """Makes the layers of a row, its delta net and the norm that follows that among them, and says what they stand in for."""
     found, prefix = served.targets(own), own.family.prefix
     decoder = found.classes["attention"][0]
