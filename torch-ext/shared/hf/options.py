@@ -8,7 +8,7 @@ from .families import LOSS
 # What a package's `apply` says of an option that it has. Those that are no operation have a default of their own.
 TEXTS = {
     "rms_norm": "the norms.",
-    "swiglu": "the MLP, and the expert that every token goes to.",
+    "swiglu": "the MLP, and the expert that every token goes to where there is one.",
     "experts": """the experts in grouped GEMMs, which the fused decoder layer joins with the router and the norm before it. An
             implementation that the user chose (`set_experts_implementation`) runs in their place. `moe` is another name for it.""",
     "rope": "the rotary embedding.",
