@@ -334,14 +334,15 @@ def test_two_families_behind_one_vision_tower(package, calls, backwards):
 
 
 def test_a_text_of_a_third_family_behind_the_tower_of_two(package, calls):
-    """`kernelize` leaves the loss to transformers and says so; `apply` puts it on the class, whatever text is behind it."""
+    """`kernelize` reads what its forward does with its logits; `apply` puts the layer of a row on the class, whatever text is behind it."""
     model = tiny_behind_a_tower("llama", "Mistral3")
     inputs = inputs_with_images(model)
     expected = step_of(model, **inputs)
     package.kernelize(model)
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
-    assert calls == NODES * 2 and found.output.logits is not None and loss_row(package, model).advice == "call apply(), or kernelize(model)"
+    assert calls == NODES * 2 and found.output.logits is None and loss_row(package, model).fused
+    package.reset()
     package.apply()
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
