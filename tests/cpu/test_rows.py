@@ -206,6 +206,32 @@ def test_a_row_that_says_too_little_does_not_serve(tried, monkeypatch, name, how
     patching.reset(targets)
 
 
+def test_the_norm_behind_experts_is_in_their_node(tried, monkeypatch):
+    """Of a family that no package serves: a norm of the experts' branch, none before it. Its weight gets transformers' gradient."""
+    from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
+
+    classes = "FlexOlmoSparseMoeBlock", "FlexOlmoTopKRouter", "FlexOlmoExperts"
+    dense, sparse = part(tried, "shared.rows.dense"), part(tried, "shared.hf.families").Sparse(classes)
+    options = {"norms": dense.BEHIND, "rounds": "last", "qk_norm": "whole", "narrow": True, "mlp": False, "sparse": sparse}
+    own = dense.row("FlexOlmo", "FlexOlmo", "flex_olmo", **options)
+    record_texts(tried, own, monkeypatch)
+    targets = (part(tried, "shared.hf.served").targets(own),)
+    part(tried, "shared.hf.ownership").claim_layers(targets)
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None}
+    model = FlexOlmoForCausalLM(FlexOlmoConfig(**experts, **SMALL)).train()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_feedforward_layernorm.weight.uniform_(0.5, 1.5)
+    before = step_of(model)
+    one_model = part(tried, "shared.hf.one_model")
+    one_model.kernelize(targets, model)
+    rows = {row.part: row.fused for row in one_model.explain(targets, model).rows}
+    assert rows["norm, router, experts"] and rows["o_proj"]
+    step_of(model).assert_same(before, FACTOR)
+    part(tried, "shared.hf.patching").reset(targets)
+
+
 def test_a_row_without_texts_is_as_good_as_none(decoders, monkeypatch):
     """The parts of such a model are found by their texts, which a row would have kept from them."""
     torch.manual_seed(0)
