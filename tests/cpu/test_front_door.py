@@ -123,8 +123,8 @@ def test_gpt_oss_is_fused_without_an_mlp(bastile):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bastile, hub, name, caplog):
-    model = MODELS[name]()
+def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bastile, hub, name, caplog, monkeypatch, tmp_path):
+    model, cleared = MODELS[name](), []
     expected = step_of(model)
     with caplog.at_level("INFO"):
         bastile.kernelize(model)
@@ -133,6 +133,10 @@ def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bast
     assert type(model).forward.__module__.startswith("transformers") and str(bastile.explain(model)) == str(hub[name].explain(model))
     assert f"loaded: {name}" in next(finding.found for finding in bastile.report().findings if finding.name == "kernels from")
     assert bastile.warmup_all_kernels(model) is None and list(hub) == [name]
+    monkeypatch.setattr(hub[name], "clear_autotune_cache", lambda: cleared.append(name))
+    monkeypatch.setenv("BASTILE_CACHE", str(tmp_path))
+    bastile.clear_autotune_cache()
+    assert cleared == [name]
     bastile.reset()
     assert "forward" not in vars(model)
 

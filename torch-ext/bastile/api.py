@@ -3,21 +3,6 @@
 from .front import Front, OnHub
 from .shared.hf.layers import any_norm_of
 from .shared.rows import dense, gpt_oss, qwen3, qwen3_5
-from .shared.runtime.tuning import clear_autotune_cache
-
-__all__ = [
-    "apply",
-    "capture",
-    "clear_autotune_cache",
-    "explain",
-    "get_patched_ops",
-    "kernelize",
-    "mapping",
-    "report",
-    "reset",
-    "warmup_all_kernels",
-]
-
 
 PACKAGES = (
     OnHub("bastile/qwen3", qwen3.SERVED),
@@ -35,3 +20,4 @@ mapping = _calls.mapping
 get_patched_ops = _calls.get_patched_ops
 reset = _calls.reset
 warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache

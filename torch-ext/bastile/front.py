@@ -108,6 +108,11 @@ class Front(Interface):
         for package in self._loaded.values():
             package.reset()
 
+    def clear_autotune_cache(self):
+        super().clear_autotune_cache()
+        for package in self._loaded.values():
+            package.clear_autotune_cache()
+
     def _findings(self):
         where = "its own" if self.has_kernels() else "those of the Hub's packages"
         loaded = f", loaded: {', '.join(self._loaded)}" if self._loaded else ""

@@ -4,7 +4,7 @@ from typing import Any, Callable, Dict, Mapping, Sequence, Type
 
 from torch import nn
 
-from ..runtime.tuning import TOKENS, warm_up_models
+from ..runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from . import doctor, one_model, options, ownership, patching, versions, warmup
 from .served import Served
 from .shapes import Shapes
@@ -153,6 +153,11 @@ class Interface:
         of no family of the package.
         """
         warm_up_models(self.warm_up, model, self.case_of, [case for each in self.served for case in each.cases])
+
+    def clear_autotune_cache(self):
+        """Forgets which kernels were measured to be the fastest, in this process and on disk. From then on the default ones run, until the
+        next `warmup_all_kernels`. Raises OSError when the cache file cannot be removed."""
+        clear_autotune_cache()
 
     def warm_up(self, device, dtype, case: Case, tokens: int = TOKENS) -> None:
         """Runs the layers of a case forward and backward on some tokens, as `warmup.warm_up`."""

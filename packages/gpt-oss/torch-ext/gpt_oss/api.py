@@ -3,20 +3,6 @@
 from . import layers
 from .shared.hf.interface import Interface
 from .shared.rows.gpt_oss import SERVED
-from .shared.runtime.tuning import clear_autotune_cache
-
-__all__ = [
-    "apply",
-    "capture",
-    "clear_autotune_cache",
-    "explain",
-    "get_patched_ops",
-    "kernelize",
-    "mapping",
-    "report",
-    "reset",
-    "warmup_all_kernels",
-]
 
 _calls = Interface(__package__, [SERVED], layers)
 apply = _calls.apply
@@ -28,3 +14,4 @@ mapping = _calls.mapping
 get_patched_ops = _calls.get_patched_ops
 reset = _calls.reset
 warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache
