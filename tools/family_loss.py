@@ -22,7 +22,8 @@ TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "
 
 
 class Found(NamedTuple):
-    """What became of a type. served: "row", "read" from its forward, or "" for the reason why not; built: whether it could be."""
+    """How a type of model is served. served: "row", or "read" from its forward, or "" where `reason` says why not; built: whether it could
+    be built."""
 
     table: str
     kind: str
@@ -62,7 +63,7 @@ def built(kind: str, name: str) -> Any:
 
 
 def found_of(package: Any, table: str, kind: str, name: str) -> Found:
-    """What becomes of the loss of a type."""
+    """Tells how the loss of one type is computed."""
     try:
         model = built(kind, name)
     except Exception as error:  # a default that does not fit itself, or a library that is not installed
@@ -82,7 +83,7 @@ def found_of(package: Any, table: str, kind: str, name: str) -> Found:
 
 
 def all_found(package: Any, kinds: list[str] | None = None) -> list[Found]:
-    """What becomes of each type, or of some."""
+    """Tells it of the types in `kinds`, or of all."""
     return [
         found_of(package, table, kind, name) for table in TABLES for kind, name in names_of(table).items() if not kinds or kind in kinds
     ]

@@ -50,7 +50,7 @@ class Commit:
 
 
 def git_oid(data: bytes) -> str:
-    """What git calls a file with these bytes; the clients compare it to see whether a file changed."""
+    """The git hash of a file with these bytes, by which clients see whether a file changed."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -126,7 +126,7 @@ def check_path(path: str) -> None:
 
 
 def listing(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict]:
-    """What `folder` ("" is the root) holds, sorted by path, as the Hub shows it."""
+    """Lists the entries of `folder` ("" is the root) by path, in the form that the Hub returns."""
     prefix = f"{folder}/" if folder else ""
     found: dict[str, bytes | None] = {}
     for path in files:

@@ -114,7 +114,7 @@ def read_package(folder: str | Path = ".") -> Package:
 
 
 def whole_package(root: str | Path = ROOT) -> Package:
-    """What pip installs from the repository: every family, with the kernels of all its packages. It is on no Hub."""
+    """The package that pip installs: every family, with the kernels of all packages. It is not published on the Hub."""
     folder = Path(root).absolute()
     return dataclasses.replace(read_package(folder), name="bastile", repo_id=None)
 

@@ -33,7 +33,7 @@ def operations(folder: Path) -> list[str]:
 
 
 def operations_of_all(folders: list[Path]) -> list[str]:
-    """Those of several packages, each once."""
+    """Lists the operations of several packages, each once."""
     return list(dict.fromkeys(name for folder in folders for name in operations(folder)))
 
 

@@ -20,7 +20,7 @@ from .padding import may_change, without_padding
 from .weights import call_with, held, plain_weight, rows_of, sharded_weight, why_not_plain
 
 NO_CHANGE = Head()
-# On a causal LM whose forward was read (shapes.py): of its `Flow`, head, vocabulary and takes_return_dict.
+# On a causal LM whose forward was read (losses.py): of its `Flow`, head, vocabulary and takes_return_dict.
 SHAPE = SAVED + "shape"
 OF_ROWS = ("lm_head",), (), True  # the same of the models of a row
 SAID = SAVED + "said"  # on a causal LM: the reasons for which it made logits, that the user was told

@@ -48,7 +48,7 @@ def _read(module) -> Union[Flow, Reason]:
     try:
         return flow_of(module)
     except ComputedInside as reason:
-        return Reason("inside", str(reason))  # INSIDE
+        return Reason("inside", str(reason))  # spelled out as every code is where its reason is made
     except NotServed as reason:
         return Reason("forward", str(reason))
     except Exception as error:  # of the user's classes, whose attributes are read
