@@ -23,6 +23,14 @@ def package(decoders):
     decoders.reset()
 
 
+@pytest.fixture(autouse=True)
+def _compared_with_what_caps_its_scores(request):
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
+    if request.node.callspec.params["name"] in ("gemma2", "paligemma") and Gemma2PreTrainedModel._supports_sdpa:
+        pytest.skip("the SDPA of transformers 5.17 to 5.20, which is the default there, leaves Gemma 2's softcap out")
+
+
 def sizes_of(name, **changes):
     """The sizes of a small model whose every operation has a kernel. changes: of its configuration."""
     head_dim = HEAD_DIM.get(name, 64)

@@ -1,5 +1,6 @@
 """What goes wrong on a real GPU: no memory, damaged or foreign images, forks, and the end of the interpreter."""
 
+import base64
 import hashlib
 import json
 import os
@@ -86,15 +87,18 @@ def spoilt(tmp_path, spoil):
     (folder / "cubins" / name).write_bytes(data)
     manifest["files"][name] = hashlib.sha256(data).hexdigest()
     path.write_text(json.dumps(manifest))
-    (folder / "metadata.json").write_text(json.dumps(without_digests(folder)))
+    seal(folder)
     return tmp_path
 
 
-def without_digests(folder):
-    """What `kernels` would refuse first: here the package itself is asked."""
-    found = json.loads((folder / "metadata.json").read_text())
-    found.pop("digest", None)
-    return found
+def seal(folder):
+    """Writes the digests of what lies in a build into its metadata, which would be refused first otherwise."""
+    path = folder / "metadata.json"
+    found = json.loads(path.read_text())
+    digest = found["digest"]
+    for name in digest["files"]:
+        digest["files"][name] = base64.b64encode(hashlib.new(digest["algorithm"], (folder / name).read_bytes()).digest()).decode()
+    path.write_text(json.dumps(found))
 
 
 def image_of_another_gpu(manifest, data):
@@ -139,9 +143,9 @@ def cut_short(data):
 def test_a_damaged_file_of_images_is_said_once_and_pytorch_takes_its_place(tmp_path, damage):
     """The driver never sees it: it would read past the end of an image that is too short."""
     shutil.copytree(BUILD, tmp_path / "build/torch-cuda")
-    (tmp_path / "build/torch-cuda/metadata.json").write_text(json.dumps(without_digests(BUILD)))
     path = tmp_path / "build/torch-cuda/cubins/x86_64/swiglu.cubins"
     path.write_bytes(damage(path.read_bytes()))
+    seal(tmp_path / "build/torch-cuda")
     code, out, errors = python(USE, tmp_path)
     assert code == 0, errors
     assert out.startswith("1 ") and "swiglu.cubins is damaged: sha256" in out and "download it again" in out

@@ -30,8 +30,8 @@ def cache(ops, tmp_path, monkeypatch):
 
 
 def warm_up(ops):
-    warmup, tuning = (sys.modules[f"{ops.__name__}.{name}"] for name in ("warmup", "shared.runtime.tuning"))
-    tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Case(warmup.QWEN3, warmup.Sizes(*QWEN3_8B))), "cuda")
+    warmup, rows, tuning = (sys.modules[f"{ops.__name__}.shared.{name}"] for name in ("hf.warmup", "rows.qwen3", "runtime.tuning"))
+    tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Case(rows.QWEN3, warmup.Sizes(*QWEN3_8B))), "cuda")
 
 
 def launched(ops):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import sys
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -158,9 +159,10 @@ def _layers_of(package, new) -> list:
                 all_of, recompute = _projections(package, new, shapes, kind, adapters, frozen), (attended is None) == adapters
                 out = nodes.norm_mlp(x, norm, all_of, spec.Outputs(), attended, dtype=new.dtype, recompute=recompute)
                 out.backward(torch.ones_like(out))
-            two = _projections(package, new, [(96, 1024), (8, 1024)], kind, adapters, frozen)
-            results = part_of(package, "norm_projections").norm_projections(x, norm, two, spec.Norm(), new.dtype)
-            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+            if find_spec(f"{package.__name__}.shared.decoder.norm_projections"):  # the packages with layers that mix without attention
+                two = _projections(package, new, [(96, 1024), (8, 1024)], kind, adapters, frozen)
+                results = part_of(package, "norm_projections").norm_projections(x, norm, two, spec.Norm(), new.dtype)
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
             if kind == new.dtype:
                 _run_experts(package, new, x, norm, adapters, frozen)
     return calls
