@@ -1,6 +1,6 @@
 """Charts of the results: `python -m benchmark.plots` writes benchmark/results/<gpu>/plots/*.png. Needs matplotlib.
 
-A few, each for one page: `CHARTS`. Their axes show a gain, so none begins at zero: speed is in times the fastest peer, which is 1.
+A few, each for one page: `CHARTS`. Where an axis shows a gain it does not begin at zero: speed is in times the fastest peer, which is 1.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from pathlib import Path
 from . import providers, records, registry
 from .benchmark_experts import SKEWED, UNIFORM
 from .families import QWEN3
-from .markdown import by_provider, columns_of, in_order, peers_of, select
+from .markdown import by_provider, columns_of, in_order, peers_of, select, times_faster
 from .providers import FLOOR, PROVIDERS, is_ours
 from .records import Row
-from .step_tables import MASKED, defensible, parts_of, step_groups
+from .step_tables import MASKED, defensible, parts_of, step_groups, trainer_rows
 from .suites import GPT_OSS, LIGER
 from .suites import QWEN3 as QWEN3_SUITE
 
 MARK = "made of rows "
-FASTEST = "speed, the fastest peer measured = 1"
+FASTEST = "speed, the fastest peer = 1"
 PEER, OURS = "#999999", "#D55E00"
 
 
@@ -64,12 +64,11 @@ def steps(rows: list[Row], title: str):
     speed.set_ylabel(FASTEST)
     memory.set_ylabel("peak memory, GiB")
     for axes in (speed, memory):
-        axes.set_xticks(range(len(tokens)), tokens, rotation=30)
-        axes.set_xlabel("tokens in a step; a line ends where memory does, or where it was not measured")
+        axes.set_xticks(range(len(tokens)), [f"{int(n) // 1024}K" if int(n) % 1024 == 0 else n for n in tokens])
+        axes.set_xlabel("tokens in a step")
         axes.grid(alpha=0.3)
-    handles, labels = memory.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
-    figure.suptitle(title)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False, columnspacing=1.2)
+    figure.suptitle(f"{title}; a line ends where memory does, or where it was not measured", fontsize=11)
     return figure
 
 
@@ -114,6 +113,40 @@ def qwen3_rows(rows: list[Row]) -> list[Row]:
 
 def qwen3_step(rows: list[Row]):
     return steps(qwen3_rows(rows), "A training step of Qwen3-8B")
+
+
+def trainers_rows(rows: list[Row]) -> list[Row]:
+    return [r for mine in trainer_rows(rows).values() for r in mine if r.metric_name in ("throughput", "step_time")]
+
+
+def trainers(rows: list[Row]):
+    """Draw the tokens a second of SFTTrainer: a group of bars for each way of training, a bar for each provider."""
+    shown = trainer_rows(rows)
+    found = {what: by_provider(select(mine, metric_name="throughput")) for what, mine in shown.items()}
+    names = columns_of(row for mine in found.values() for row in mine.values())
+    if "bastile" not in names:
+        return None
+    figure, (axes,) = figure_of(1, 1.2 + 0.34 * len(names) * len(found))
+    figure.set_size_inches(8, 1.2 + 0.3 * len(names) * len(found))
+    longest = max(row.y_value_50 or 0 for mine in found.values() for row in mine.values())
+    height = 0.8 / len(names)
+    for number, p in enumerate(names):
+        places = [group + (number - (len(names) - 1) / 2) * height for group, mine in enumerate(found.values()) if p in mine]
+        rates = [mine[p].y_value_50 or 0 for mine in found.values() if p in mine]
+        axes.barh(places, rates, height * 0.9, label=providers.title(p), color=PROVIDERS[p].style["color"])
+        gains = [times_faster(parts_of(shown[what])[0], p) if is_ours(p) else "" for what, mine in found.items() if p in mine]
+        for place, rate, gain in zip(places, rates, gains):
+            axes.text(rate + longest * 0.01, place, f"{rate:,.0f}" + (f", {gain} the next" if gain else ""), va="center", fontsize=8)
+    axes.set_yticks(range(len(found)), [what.replace(", ", ",\n").replace(" (", "\n(") for what in found])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.25)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("tokens of texts a second")
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle("Qwen3-1.7B in TRL's SFTTrainer, on one H200", fontsize=11)
+    return figure
 
 
 def masked_rows(rows: list[Row]) -> list[Row]:
@@ -164,6 +197,7 @@ def liger_operations(rows: list[Row]):
 
 # By file: what draws a chart, and the rows that it shows.
 CHARTS: dict[str, tuple[Callable, Callable]] = {
+    "trainers": (trainers, trainers_rows),
     "qwen3_step": (qwen3_step, qwen3_rows),
     "masked": (masked, masked_rows),
     "gpt_oss": (gpt_oss, gpt_oss_rows),

@@ -19,6 +19,13 @@ AS_TRAINED = {
     "LoRA, rank 16, every layer checkpointed": "_lora_16_checkpointing",
 }
 TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}
+# Ways of training with TRL's SFTTrainer, which checkpoints every layer unless told otherwise, and what their results' names end in.
+TRAINERS = {
+    "LoRA, padded batches (TRL's default)": "sft_lora_16_checkpointing_padded",
+    "LoRA, packed rows": "sft_lora_16_checkpointing_packed",
+    "all weights, padded batches": "sft_checkpointing_padded",
+    "all weights, packed rows": "sft_checkpointing_packed",
+}
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
 # What is added to it for results whose names end so.
@@ -140,6 +147,41 @@ def trl(rows: list[Row]) -> str:
     return by_kind(rows, TRL)
 
 
+def trainer_rows(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each way of training with SFTTrainer, by its title."""
+    found = {what: select(rows, kernel_name=f"{QWEN3.name}_{kernel}") for what, kernel in TRAINERS.items()}
+    return {what: mine for what, mine in found.items() if mine}
+
+
+def trainer_cells(rows: list[Row], device: dict[str, Row], names: list[str], notes: Notes) -> list[str]:
+    """Return the speed and the memory of each provider, at one length. device: the time of all kernels of a step."""
+    speeds, (times, memory) = by_provider(select(rows, metric_name="throughput")), parts_of(rows)
+
+    def cell(p: str) -> str:
+        speed = notes.cell(speeds.get(p) or times.get(p), lambda rate: f"{rate:,.0f} tokens/s")
+        ms, kernels = (found[p].y_value_50 if p in found else None for found in (times, device))
+        busy = f"busy {kernels / ms:.0%}" if ms and kernels else ""
+        return joined(speed, busy, notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB"))
+
+    return [cell(p) for p in names]
+
+
+def trainers(rows: list[Row]) -> str:
+    """Return the speed of SFTTrainer in tokens of texts, the share of a step in which the device is busy, and the peak memory."""
+    found = trainer_rows(rows)
+    names = columns_of(row for mine in found.values() for row in select(mine, metric_name="step_time"))
+    table = Table("", *map(providers.title, names), f"speed {VERSUS}", f"memory {VERSUS}")
+    for what, of_kind in found.items():
+        for model, layers, tokens in cases_of(of_kind):
+            mine = select(of_kind, x_value=tokens, model=model, layers=layers)
+            device = by_provider(select(of_kind, metric_name="gpu_time", model=model, layers=layers))
+            times, memory = parts_of(mine)
+            cells = trainer_cells(mine, device, names, table.notes)
+            line = [f"{what}, {models.title(model, layers or models.size(model).layers)}", *cells, times_faster(times)]
+            table.add([*line, share(memory.get("bastile"), leanest(memory))], [*times.values(), *memory.values()])
+    return table.text()
+
+
 def masked(rows: list[Row]) -> str:
     """Return the steps of packed and padded batches, every peer also with the attention that is best at them."""
     return by_kind(rows, MASKED)
@@ -204,6 +246,7 @@ TABLES = {
     "qwen3_step": whole_model,
     "qwen3_models": whole_models,
     "as_trained": as_trained,
+    "trainers": trainers,
     "trl": trl,
     "masked": masked,
     "small_models": small_models,

@@ -5,11 +5,13 @@ import json
 
 import jinja2
 import pytest
+from matplotlib.text import Text
 
 from benchmark import families, markdown, plots, providers, records, registry, step_tables, suites, tables
 from benchmark.markdown import Notes, in_order, number
 from tests.benchmark_support import GPU, made_up_rows, row
 
+PADDED = "qwen3_sft_lora_16_checkpointing_padded"
 ROUTED = {"kind": "uniform", "experts": 32, "top_k": 4, "used": 32, "largest": 0.2}
 
 
@@ -35,6 +37,14 @@ def test_tables(results):
     assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
     for name in tables.all_tables():
         assert tables.table(name, []).endswith("*Not measured yet.*"), name
+
+
+def test_the_table_of_trainers():
+    """Speed in tokens of texts, and the share of a step in which the device is busy."""
+    rows = [row(PADDED, p, "full", "step_time", y=ms, layers=None) for p, ms in (("liger", 200.0), ("bastile", 100.0))]
+    rows += [row(PADDED, p, "full", "throughput", y=1e6 / ms, layers=None) for p, ms in (("liger", 200.0), ("bastile", 100.0))]
+    rows += [dataclasses.replace(row(PADDED, "bastile", "full", "gpu_time", y=80.0, layers=None), x_name="part", x_value="device")]
+    assert "| 5,000 tokens/s | 10,000 tokens/s · busy 80% | 2.00 × |" in tables.table("trainers", rows)
 
 
 def test_the_table_of_ligers_operations():
@@ -145,9 +155,11 @@ def test_plots(results):
     shape = dataclasses.replace(row("dyt", "liger", "full", y=2.0), x_name="shape", x_value="8192 tokens, bf16")
     operation = [shape, dataclasses.replace(shape, kernel_provider="bastile", y_value_50=1.0)]
     packed = [row("qwen3_step_8_documents", p, "full", "step_time", y=y) for p, y in (("liger_varlen", 3.0), ("bastile", 2.0))]
+    sft = [row(PADDED, p, "full", metric, y=y) for p, y in (("liger", 3.0), ("bastile", 2.0)) for metric in ("step_time", "throughput")]
     records.write(folder / "limits.csv", operation)
     records.write(folder / "qwen3_step_8_documents.csv", packed)
-    assert set(plots.stale(folder)) == set(plots.CHARTS) == {"qwen3_step", "masked", "gpt_oss", "liger_operations"}
+    records.write(folder / f"{PADDED}.csv", sft)
+    assert set(plots.stale(folder)) == set(plots.CHARTS) == {"trainers", "qwen3_step", "masked", "gpt_oss", "liger_operations"}
     arguments = ["--results", str(results)]
     assert plots.main([*arguments, "--check"]) == 1 and plots.main(arguments) == 0 and plots.main([*arguments, "--check"]) == 0
     assert all((folder / "plots" / f"{name}.png").stat().st_size > 10_000 for name in plots.CHARTS)
@@ -155,6 +167,38 @@ def test_plots(results):
     assert plots.stale(folder) == ["liger_operations"]
     (folder / "qwen3_step_8_documents.csv").unlink()
     assert plots.stale(folder) == ["masked", "liger_operations"], "nothing is shown of what was not measured"
+
+
+def overlapping(figure) -> list[tuple[str, str]]:
+    """Pairs of texts of a figure that lie over each other, and texts that reach out of it."""
+    figure.canvas.draw()
+    beyond = set()  # ticks beyond the ends of an axis, which are not drawn
+    for axes in figure.axes:
+        for place, axis in enumerate((axes.xaxis, axes.yaxis)):
+            low, high = sorted(axis.get_view_interval())
+            beyond |= {label for label in axis.get_ticklabels(which="both") if not low <= label.get_position()[place] <= high}
+    shown = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip() and text not in beyond]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in shown]
+    found = [(a, b) for number, (a, box) in enumerate(boxes) for b, other in boxes[number + 1 :] if box.overlaps(other)]
+    whole = figure.bbox
+    outside = [box.x0 < whole.x0 or box.x1 > whole.x1 or box.y0 < whole.y0 or box.y1 > whole.y1 for _, box in boxes]
+    return found + [(text, "the edge") for (text, _), out in zip(boxes, outside) if out]
+
+
+@pytest.mark.parametrize("name", plots.CHARTS)
+def test_no_text_of_a_chart_lies_over_another_or_is_cut(name):
+    for folder in records.RESULTS.iterdir():
+        draw, _ = plots.CHARTS[name]
+        figure = draw(records.read_all(folder))
+        assert figure is None or overlapping(figure) == []
+
+
+def test_texts_that_lie_over_each_other_are_found():
+    figure, (left, right) = plots.figure_of(2)
+    assert overlapping(figure) == []
+    for axes in (left, right):
+        axes.set_xlabel("a label that is much too long for the half of a picture that it has, and runs into its neighbour's")
+    assert len(overlapping(figure)) >= 2
 
 
 def test_the_charts_of_the_repository_are_of_its_results():
