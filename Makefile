@@ -6,11 +6,11 @@ READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
 .PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build wheel stage \
-	upload hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe \
-	bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-host bench-plots
+	upload hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-8b bench-8b-seq bench-qwen3 bench-lora \
+	bench-trainers bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-host bench-plots
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -86,14 +86,18 @@ bench-lce: $(READY) ## linear + cross entropy alone
 bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
 	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 3 --budget-s 560
 
+bench-8b: $(READY) ## the same at every length, a length on each GPU that is there
+	$(BIN)/python -m benchmark.sweep --rounds 3
+
+bench-8b-seq: bench-qwen3 ## the same on one GPU, one length after the other
+
 bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and fp32 weights
 	$(BIN)/python -m benchmark.benchmark_lora
 	$(BIN)/python -m benchmark.steps --autocast --layers 12 --tokens 512,4096
 	$(BIN)/python -m benchmark.steps --autocast --weights fp32 --layers 12 --tokens 4096
 
-bench-trainers: $(READY) ## TRL's SFTTrainer with LoRA over texts of uneven length, padded and packed
-	$(BIN)/python -m benchmark.benchmark_trainers --lora 16 --rounds 3
-	$(BIN)/python -m benchmark.benchmark_trainers --lora 16 --rounds 3 --packing
+bench-trainers: $(READY) ## TRL's SFTTrainer over texts of uneven length, padded and packed, with LoRA and of all weights
+	$(BIN)/python -m benchmark.all --runs sft_padded,sft_packed,sft_full_padded,sft_full_packed
 
 bench-qwen3-moe: $(READY) ## Qwen3-30B-A3B: the layer of experts, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_qwen3_experts --budget-s 300

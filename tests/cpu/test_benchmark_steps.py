@@ -33,6 +33,7 @@ from benchmark import (
     step_results,
     stepping,
     steps,
+    sweep,
     tables,
     trl_losses,
     varlen_peer,
@@ -571,3 +572,32 @@ def test_what_a_loss_of_trl_is_not_measured_with(capsys):
         with pytest.raises(SystemExit):
             steps.main(["--model", "tiny", "--loss", "dpo", "--lora", "4", *arguments])
         assert found in capsys.readouterr().err
+
+
+def test_a_sweep_gives_each_gpu_a_length_and_keeps_those_that_ended_well(tmp_path, monkeypatch):
+    started = []
+
+    def run(command, cwd, env):
+        tokens, folder = (command[command.index(name) + 1] for name in ("--tokens", "--results"))
+        started.append((tokens, env["CUDA_VISIBLE_DEVICES"]))
+        rows = [row for row in made_up_rows() if row.kernel_name == "qwen3_step"][:1]
+        records.write(Path(folder) / records.slug(GPU) / "qwen3_step.csv", [dataclasses.replace(row, x_value=tokens) for row in rows])
+        return subprocess.CompletedProcess(command, int(tokens == "2048"))
+
+    monkeypatch.setattr(sweep, "places", lambda: ["3", "5"])
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    assert sweep.main(["--tokens", "512,2048,8192", "--rounds", "3", "--results", str(tmp_path)]) == 1
+    assert {tokens for tokens, _ in started} == {"512", "2048", "8192"} and {place for _, place in started} <= {"3", "5"}
+    assert started[0][0] == "8192", "the longest first"
+    found = records.read(tmp_path / records.slug(GPU) / "qwen3_step.csv")
+    assert sorted(int(row.x_value) for row in found) == [512, 8192]
+
+
+def test_the_places_of_a_sweep_are_the_gpus_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert sweep.places() == ["5", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert sweep.places() == ["0", "1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert sweep.places() == [""]
