@@ -4,6 +4,7 @@ Each length is a `python -m benchmark.steps` of its own on the next free GPU, th
 of that. A length is compared within its GPU, so no ratio mixes two. The rows go to the results when all lengths have ended.
 """
 
+import argparse
 import os
 import queue
 import subprocess
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from . import records
-from .command_line import default_device, integers, new_parser
+from . import records, steps
+from .command_line import results_folder
 from .families import QWEN3
 from .records import ROOT
 from .report import log
@@ -55,13 +56,16 @@ def sweep(lengths: list[int], arguments: list[str], folder: Path) -> list[int]:
 
 
 def main(arguments=None) -> int:
-    p = new_parser("Training steps of Qwen3-8B at every length, a length on each GPU. Other arguments are those of benchmark.steps.")
-    p.add_argument("--tokens", type=integers, default=QWEN3.tokens, help="lengths of the sequence, comma-separated")
-    p.add_argument("--results", type=Path, help="folder for <gpu>/<name>.csv; on a CPU nothing is written without it")
-    args, others = p.parse_known_args(arguments)
+    p = steps.parser("Training steps of Qwen3-8B at every length, a length on each GPU.", QWEN3.tokens)
+    steps.add_recipe(p)
+    args = p.parse_args(arguments)
+    apart = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # what each length has of its own
+    apart.add_argument("--tokens")
+    apart.add_argument("--results")
+    _, others = apart.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         failed = sweep(list(args.tokens), others, Path(folder))
-        into = args.results or (records.RESULTS if default_device().startswith("cuda") else None)
+        into = results_folder(args)
         for tokens in sorted(set(args.tokens) - set(failed)):
             if into is not None:
                 records.merge(Path(folder) / str(tokens), into)

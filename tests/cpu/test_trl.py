@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.integrations.preference import TEXTS, counted, pairs
@@ -301,7 +302,11 @@ assert not any(hasattr(finder, "bastile_trl") for finder in sys.meta_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-SCRIPTS = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.MULTILINE | re.DOTALL)
+SCRIPTS = [
+    script
+    for page in ("trl", "quickstart")
+    for script in re.findall(r"^```py\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +322,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if "get_kernel" not in s], ids=lambda s: re.search(r"(\w+)\(\n|$", s)[1] or "loop")
 def test_the_guide(qwen3, models, script, tmp_path, monkeypatch):
-    """Every script of docs/trl.md, on tiny models and short texts, with our functions in TRL's place."""
+    """Every script of docs/trl.md and docs/quickstart.md, on tiny models and short texts, with our functions in TRL's place."""
     from datasets import Dataset
 
     assert len(script.splitlines()) <= 30
@@ -326,15 +331,16 @@ def test_the_guide(qwen3, models, script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = {"dataset": [{"text": text} for text in TEXTS], "pairs": pairs(), "prompts": [{"prompt": text} for text in TEXTS]}
     names = {"qwen3": qwen3, "model": models[0], "teacher": models[1]} | {name: Dataset.from_list(rows) for name, rows in data.items()}
-    for name in ("SFT", "DPO", "GRPO", "Distillation"):  # what the scripts leave to the machine
-        config = getattr(trl, f"{name}Config")
-        settings = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-        monkeypatch.setattr(trl, f"{name}Config", functools.partial(config, **settings))
+    settings = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}  # left to the machine
+    configs = (trl, "SFTConfig"), (trl, "DPOConfig"), (trl, "GRPOConfig"), (trl, "DistillationConfig"), (transformers, "TrainingArguments")
+    for library, name in configs:
+        monkeypatch.setattr(library, name, functools.partial(getattr(library, name), **settings))
     with counted(qwen3) as calls, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile(script, "docs/trl.md", "exec"), names)
+        exec(compile(script, "a script of the documents", "exec"), names)
     if "trainer" in names:
-        assert calls and names["trainer"].state.global_step == 2
+        assert names["trainer"].state.global_step == 2
+        assert bool(calls) == ("from trl" in script)
 
 
 @pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
