@@ -66,6 +66,7 @@ def python_blocks() -> dict[str, str]:
 
 
 PYTHON = python_blocks()
+NOTEBOOK = "examples/finetune.ipynb"
 ON_A_GPU = {f"{name}-as-on-a-gpu": block for name, block in PYTHON.items() if GPU_ONLY in block}
 
 
@@ -208,6 +209,11 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+def cells(kind: str) -> list[str]:
+    """The sources of the notebook's cells of a kind."""
+    return ["".join(cell["source"]) for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"] if cell["cell_type"] == kind]
+
+
 def jobs(package: Path, checkpoint: Path) -> list[dict]:
     card = blocks((package / "build/CARD.md").read_text(), "python")
     found = []
@@ -225,6 +231,8 @@ def jobs(package: Path, checkpoint: Path) -> list[dict]:
         elif "model = " in code and ".reset()" not in code and GPU_ONLY not in code:
             code += SEEN
         found.append({"name": name, "code": code})
+    code = "\n".join(cell for cell in cells("code") if not cell.startswith("%pip"))
+    found.append({"name": NOTEBOOK, "code": code.replace("trl-internal-testing/tiny-Qwen3ForCausalLM", str(checkpoint))})
     texts = [*MODULES, *(dry_run(command).stdout for command in MAKE)]
     modules = dict.fromkeys(module for text in texts for module, _ in modules_and_flags(text) if ours(module))
     return found + [{"name": module, "module": module} for module in modules]
@@ -289,6 +297,25 @@ OF_DECORATORS = ("docs/integrations.md-1", "docs/integrations.md-1-as-on-a-gpu",
 )
 def test_a_block_runs(results, name):
     assert "RuntimeWarning" not in assert_ran(results, name)
+
+
+def test_the_notebook_runs_from_top_to_bottom(results):
+    """On a CPU, with a tiny model: the losses with and without are the same, and the adapters are loaded back."""
+    output = assert_ran(results, NOTEBOOK)
+    [(difference, loss)] = re.findall(r"largest difference of a loss: ([\d.]+) of ([\d.]+)", output)
+    assert float(difference) <= 1e-3 and float(loss) > 1
+    assert "loss without logits" in output
+
+
+def test_the_notebook_is_kept_without_results():
+    found = json.loads((ROOT / NOTEBOOK).read_text())
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in found["cells"] if cell["cell_type"] == "code")
+    first, *others = cells("code")
+    assert not any("%pip" in cell for cell in others)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = {r.name: str(r.specifier).removeprefix("==") for r in map(Requirement, project["optional-dependencies"]["dev"])}
+    for requirement in map(Requirement, shlex.split(first)[3:]):
+        assert requirement.name not in tested or requirement.specifier.contains(tested[requirement.name]), requirement
 
 
 def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, installed, results):
