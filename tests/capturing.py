@@ -22,8 +22,14 @@ class Rerun:
 
     def replay(self):
         Rerun.replays += 1
+        autograd = torch._C._autograd
+        hooks = autograd._top_saved_tensors_default_hooks(False)  # of a checkpoint around the replay, which a graph does not know of
+        if hooks is not None:
+            autograd._pop_saved_tensors_default_hooks()
         with torch.enable_grad():
             new = self.function()
+        if hooks is not None:
+            autograd._push_saved_tensors_default_hooks(*hooks)
         for old, result in zip(*(found if isinstance(found, tuple) else (found,) for found in (self.results, new)), strict=True):
             if old is not None:
                 old.data.copy_(result)

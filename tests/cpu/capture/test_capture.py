@@ -198,18 +198,6 @@ def test_a_cache_keeps_it_off_and_says_so(package, tiny_model):
         model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
 
 
-def test_gradient_checkpointing_keeps_it_off_and_says_so(package, tiny_model):
-    model, plain = captured(package, tiny_model())
-    for m in (model, plain):
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    expected = gradients(plain)
-    with pytest.warns(RuntimeWarning, match="gradient checkpointing"):
-        assert replays_of(lambda: assert_equal(gradients(model), expected)) == 0
-    model.gradient_checkpointing_disable()
-    gradients(model)  # looked at anew: the layers have attributes now that they did not have
-    assert replays_of(lambda: assert_equal(gradients(model), expected)) == whole()
-
-
 def test_hooks_are_called(package, tiny_model):
     model, plain = captured(package, tiny_model())
     seen = []

@@ -3,7 +3,7 @@ forty for each.
 
 With few tokens the host cannot start a layer's kernels as fast as the GPU finishes them. The layers' forward and backward passes are
 therefore recorded once and replayed. Everything that is not exactly what was recorded runs as before: other shapes, evaluation, generation,
-hooks, gradient checkpointing, a second forward pass before the first one's backward pass.
+hooks, a second forward pass before the first one's backward pass.
 
 Passes are of one kind when their first layers get arguments that are alike. A kind of pass is in one of these states (`State`):
 
@@ -37,6 +37,7 @@ from ..ops.second_run import in_backward_pass
 from ..runtime.graphs import GraphPool, can_record, is_recording
 from .binding import BoundForward
 from .explanation import Reason
+from .graphed_checkpoints import is_checkpointed, why_not_graphed, without_hooks
 from .graphed_layers import (
     GRAPHS,
     WITHOUT_GRAPHS,
@@ -127,11 +128,13 @@ class Kind:
     def _recorded(self, x: torch.Tensor) -> Dict[int, GraphedLayers]:
         """Records all layers, forward in order and backward in reverse."""
         model, layers = self.model, self.model.layers
+        if any(seen.drew and is_checkpointed(layer) for seen, layer in zip(self.observed, layers)):
+            raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
         graphed = [
             GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.waiting, self.outputs_are_used_between)
             for group in self._groups()
         ]
-        with model.pool(x.device) as pool:
+        with without_hooks(), model.pool(x.device) as pool:  # those of the first layer's checkpoint
             here = torch.empty_like(x).requires_grad_(x.requires_grad)
             for some in graphed:
                 some.record_forward(pool, here)
@@ -178,7 +181,7 @@ class ObservedPass:
         read = {name: without_tensors(value, planned) for name, value in read_by_layer(kwargs, planned)}
         output = run(layer, args, kwargs)
         drew = not torch.equal(state, _random_state(x.device))
-        self.observed.append(Observed(key, numbers, read, autocast_dtype(x.device.type), joins and not drew))
+        self.observed.append(Observed(key, numbers, read, autocast_dtype(x.device.type), joins and not drew, drew))
         self.handover = None if drew else Handover(output, kwargs)
         self.next += 1
         model = self.kind.model
@@ -269,7 +272,7 @@ class Model(_NotCopied):
         """Tells whether this thread is the one that trains the model. A second one ends all replays: gradients of graphs lie in memory that
         the next pass writes, and while that moves them away, what another thread adds to them would be lost."""
         here = threading.get_ident()
-        if self.thread not in (here, SEVERAL) and not in_backward_pass():  # autograd's threads have second runs of checkpoints
+        if self.thread not in (here, SEVERAL):
             with self.lock:  # while a pass is recorded, the layers hold other parameters
                 if self.thread in sys._current_frames():
                     self.thread = SEVERAL
@@ -317,9 +320,14 @@ def _random_state(device: torch.device) -> torch.Tensor:
 def captured_forward(layer, *args, **kwargs):
     """The forward of a layer under `capture`: replays its graphs where the call is the recorded one."""
     place = layer.__dict__.get(GRAPHS)
-    if place is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if place is None or torch.compiler.is_compiling() or in_backward_pass():  # a checkpoint's second run
         return run(layer, args, kwargs)
     model, x = place.model, args[0] if args else kwargs["hidden_states"]
+    if not torch.is_grad_enabled():
+        reason = why_not_graphed(layer) if place.index == 0 and is_checkpointed(layer) else None  # a reentrant one's first run
+        if reason is not None and tuple(x.shape[:-1]) in model.shapes:
+            model.run_as_before(reason)
+        return run(layer, args, kwargs)
     if not (model.is_trained_here() and layer.training) or tuple(x.shape[:-1]) not in model.shapes or is_recording(x):
         return run(layer, args, kwargs)
     current = model.current  # of which a second thread may make None

@@ -20,7 +20,7 @@ ADVICE = {
     "accounted": "have the row say what these do (docs/maintainers.md), or take it out of the table",
     "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",
     "hooks": "remove the hooks, or accept that these parts are called one by one",
-    "checkpointing": "captured layers need gradient checkpointing switched off",
+    "checkpointing": "pass gradient_checkpointing_kwargs={'use_reentrant': False} and no other options",
     "cache": "set model.config.use_cache = False for training",
     "changing": "keep adapters, hooks and weights where they are between training steps",
     "threads": "train the model in one thread; reset() and capture() make graphs anew",

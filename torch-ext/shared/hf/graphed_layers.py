@@ -6,6 +6,7 @@ is replayed only after the first one's backward pass (`_Ticket`).
 """
 
 import contextlib
+import functools
 import operator
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
@@ -16,6 +17,7 @@ from torch import nn
 from ..ops.attention import AttentionPlan
 from ..ops.common import once_differentiable
 from ..runtime.device import version_of
+from .graphed_checkpoints import checkpointed, without_their_own
 from .masks import Rule, Visible
 from .modules import SAVED
 from .watch import Watch
@@ -73,7 +75,8 @@ class Observed(NamedTuple):
     """What a layer got in an observed pass.
 
     key: what has to be equal for a replay; numbers: of its tensors among all that the layers get; kwargs: without the tensors; joins:
-    whether it got the very output and the very arguments of the layer before it, and neither of them drew random numbers.
+    whether it got the very output and the very arguments of the layer before it, and neither of them drew random numbers; drew: whether
+    it did.
     """
 
     key: tuple
@@ -81,6 +84,7 @@ class Observed(NamedTuple):
     kwargs: dict
     autocast: Optional[torch.dtype]
     joins: bool
+    drew: bool
 
 
 class GraphedLayers:
@@ -130,8 +134,10 @@ class GraphedLayers:
         twins = {id(p): _twin(p) for p in self.parameters}
         self.recorded = list(twins.values())
 
+        self.exchanged = lambda: _exchanged(layers, twins)
+
         def function():
-            with _exchanged(layers, twins):
+            with self.exchanged():
                 self.computed = _run_all(layers, self.x, self.kwargs)
             return tuple(self.computed)
 
@@ -147,8 +153,12 @@ class GraphedLayers:
         self.dout = torch.empty_like(self.outputs[-1]) if next_dx is None else next_dx
         wanted = self._wanted(self.x, self.recorded)
         self.backward = pool.graph()
-        found = self.backward.record(lambda: torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True))
-        self.dx, self.gradients = self._sorted(found)
+
+        def function():
+            with self.exchanged(), without_their_own(self.layers()):  # checkpointed layers run again
+                return torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True)
+
+        self.dx, self.gradients = self._sorted(self.backward.record(function))
 
     def _wanted(self, x, parameters) -> list:
         return [*([x] if x.requires_grad else []), *parameters]
@@ -238,10 +248,15 @@ def _refuse_leaves(output: torch.Tensor, parameters: Iterable[nn.Parameter]) -> 
 def _run_all(layers, x: torch.Tensor, kwargs: Sequence[dict]) -> List[torch.Tensor]:
     """The output of each layer, run one after the other."""
     outputs = []
-    for layer, mine in zip(layers, kwargs):
-        x = run(layer, (x,), mine)
-        outputs.append(x)
+    with without_their_own(layers):
+        for layer, mine in zip(layers, kwargs):
+            x = checkpointed(layer, functools.partial(_run_one, layer, mine), x)
+            outputs.append(x)
     return outputs
+
+
+def _run_one(layer, kwargs: dict, x: torch.Tensor) -> torch.Tensor:
+    return run(layer, (x,), kwargs)
 
 
 class _Replay(torch.autograd.Function):

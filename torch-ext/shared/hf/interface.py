@@ -105,8 +105,8 @@ class Interface:
         batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
-        Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was
-        asked for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights
+        Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with
+        hooks run as before, with a warning where a shape was asked for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights
         lie in memory that the next pass writes: clone one to keep it beyond. That memory, and one layer's input for each layer, is held
         until `reset()`.
 

@@ -8,6 +8,7 @@ from ..runtime.device import PLAIN, is_ordinary
 from .arguments import CACHE
 from .attention import documents_of
 from .explanation import Reason
+from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
 from .graphed_layers import autocast_dtype
 from .masks import Visible
 from .modules import all_are_listened_to
@@ -32,18 +33,17 @@ def check_weights(layers: Sequence[torch.nn.Module], can_record: Callable[[torch
 
 def obstacle(layer, x, args) -> Optional[Reason]:
     """Why a layer's call in training cannot be replayed, whatever its other arguments are; None where it can."""
-    if getattr(layer, "gradient_checkpointing", False):
-        return Reason("checkpointing", "gradient checkpointing is on")
+    if is_checkpointed(layer):
+        found = why_not_graphed(layer)
+        if found is not None:
+            return found
     if len(args) != 1:
         return Reason("call", "a layer did not get its input, and only that, by position")
     if all_are_listened_to() or any(layer.__dict__[name] for name in HOOKS):
         return Reason("hooks", "there are hooks on a layer")
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if hooks is not None and hooks(False) is not None:
-        return Reason("hooks", "saved tensors are packed by hooks (offloading)")
     if not is_ordinary(x):
         return Reason("tensor", "the input of a layer is not an ordinary tensor")
-    return None
+    return why_packed(layer)
 
 
 def described(layer, x, kwargs):
