@@ -36,6 +36,8 @@ class Rerun:
 
 
 class Pool:
+    nbytes = 0
+
     def __init__(self, device):
         pass
 

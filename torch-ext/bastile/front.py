@@ -82,8 +82,8 @@ class Front(Interface):
     def explain(self, model):
         return self._of(model).explain(model)
 
-    def capture(self, model, batch, tokens):
-        return self._of(model).capture(model, batch, tokens)
+    def capture(self, model, batch=None, tokens=None, sizes=16, memory=None):
+        return self._of(model).capture(model, batch, tokens, sizes, memory)
 
     def warmup_all_kernels(self, model=None):
         if model is not None:

@@ -37,7 +37,8 @@ def package(family, monkeypatch, request):
     name, together = family
     loaded = request.getfixturevalue(CAPTURED[name].package)
     module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture")
-    monkeypatch.setattr(module, "TOGETHER", together)
+    monkeypatch.setattr(importlib.import_module(f"{loaded.__name__}.shared.hf.captured_passes"), "TOGETHER", together)
+    monkeypatch.setattr(module, "memory_of", lambda device: 4)
     monkeypatch.setattr(Rerun, "together", together)
     monkeypatch.setattr(module, "GraphPool", Pool)
     monkeypatch.setattr(module, "can_record", lambda device: True)

@@ -8,7 +8,7 @@ import torch
 from ..ops.common import side_by_side
 from . import ownership, trl
 from .attention_choice import name_that_is_kept, why_no_kernel
-from .capture import captured_passes
+from .capture import captured_passes, captured_sizes
 from .causal_lm import why_logits_are_made
 from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
 from .logits_flow import Flow
@@ -109,4 +109,11 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
             first = reasons[0] if reasons else Reason("unrecorded", "no training pass of this shape was seen twice")
             reason = first._replace(text="; ".join(each.text for each in reasons) or first.text)
         found[f"captured [{shape[0]}, {shape[1]}]", reason] += len(layers)
+    sizes = captured_sizes(layers[0][0])
+    if sizes is not None:
+        said = f"captured: {sizes.sizes} of {sizes.seen} sizes, {sizes.share:.0%} of the passes, {sizes.nbytes / 2**30:.1f} GiB"
+        unrecorded = Reason("unrecorded", "no training pass of a size was seen three times")
+        found[said, None if sizes.sizes else reasons[0] if reasons else unrecorded] += len(layers)
+        for reason in reasons if sizes.sizes else ():
+            found["captured: other passes", reason] += len(layers)
     return explanation_of(found)

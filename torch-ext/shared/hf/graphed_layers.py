@@ -9,7 +9,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from ..ops.attention import AttentionPlan
 from ..ops.common import once_differentiable
 from ..runtime.device import version_of
+from .graph_memory import InputBuffer, Memory
 from .graphed_checkpoints import checkpointed, without_their_own
 from .masks import Rule, Visible
 from .modules import SAVED
@@ -35,27 +36,6 @@ def run(layer, args, kwargs):
 def autocast_dtype(device: str) -> Optional[torch.dtype]:
     """The dtype of autocast where it is on."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-class InputBuffer:
-    """The memory from which graphs read an argument that many layers get. It is filled once a pass, and again where the tensor changes
-    between layers."""
-
-    def __init__(self, like: torch.Tensor):
-        self.buffer = like.clone()
-        self.version: Optional[int] = None
-        self.begin_pass()
-
-    def begin_pass(self) -> None:
-        """Forgets which tensor filled it: between two passes it may have been written to uncounted (`version_of`)."""
-        self.source: Any = lambda: None
-
-    def load(self, tensor: torch.Tensor) -> None:
-        version = version_of(tensor)
-        if self.source() is tensor and self.version == version:
-            return
-        self.buffer.copy_(tensor)
-        self.source, self.version = weakref.ref(tensor), version
 
 
 class _Ticket:
@@ -96,21 +76,22 @@ class GraphedLayers:
         layers: Sequence[nn.Module],
         observed: Sequence[Observed],
         inputs: Sequence[InputBuffer],
+        memory: Memory,
         waiting: set,
         on_use_between: Callable[[], None],
     ):
-        """first: number of the first layer in its model; observed: what each of `layers` got; inputs: of all layers of the model; waiting:
-        one entry for each replayed forward pass of the model that waits for its backward pass; on_use_between: called when a gradient
-        arrives for what another layer than the last one returned."""
+        """first: number of the first layer in its model; observed: what each of `layers` got; inputs: of all layers of the model; memory:
+        shared with the graphs of other sizes; waiting: one entry for each replayed forward pass of the model that waits for its backward
+        pass; on_use_between: called when a gradient arrives for what another layer than the last one returned."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
-        self.waiting, self.on_use_between = waiting, on_use_between
+        self.memory, self.waiting, self.on_use_between = memory, waiting, on_use_between
         self.modules = list(map(weakref.ref, layers))
         buffers = [[inputs[number] for number in layer.numbers] for layer in observed]
         self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(observed, buffers)]
         self.buffers = buffers[0]
         self.watch = Watch(layers, ignored=(GRAPHS,))
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
-        self.recorded: List[torch.Tensor] = []  # what stood for each of them while the graphs were recorded
+        self.recorded: Dict[int, nn.Parameter] = {}  # what stands for each of them, by its id, while the graphs are recorded
         self.gradients: List[Optional[torch.Tensor]] = []
         self.computed: List[torch.Tensor] = []
         self.outputs: List[torch.Tensor] = []  # of each layer
@@ -131,17 +112,15 @@ class GraphedLayers:
         """Records the forward passes of all layers on `x`, the memory that the graphs read their input from."""
         self.x, layers = x, self.layers()
         self.forward = pool.graph()
-        twins = {id(p): _twin(p) for p in self.parameters}
-        self.recorded = list(twins.values())
-
-        self.exchanged = lambda: _exchanged(layers, twins)
+        twins = self.recorded = {id(p): _twin(p) for p in self.parameters}
+        names = [("output", self.first + number) for number in range(len(layers))]
 
         def function():
-            with self.exchanged():
+            with _exchanged(layers, twins):
                 self.computed = _run_all(layers, self.x, self.kwargs)
-            return tuple(self.computed)
+            return tuple(self.memory.settled(names, [output.detach() for output in self.computed]))
 
-        self.outputs = [output.detach() for output in self.forward.record(function)]
+        self.outputs = list(self.forward.record(function))
         self.frozen = [not output.requires_grad for output in self.computed]
         for output in self.computed:
             _refuse_leaves(output, self.parameters)
@@ -150,15 +129,19 @@ class GraphedLayers:
         """Records the backward passes. next_dx: where the graphs of the layers after these write the gradient of what these return."""
         if self.frozen[-1]:
             return
-        self.dout = torch.empty_like(self.outputs[-1]) if next_dx is None else next_dx
-        wanted = self._wanted(self.x, self.recorded)
+        self.dout = self.memory.buffer("dout", self.outputs[-1]) if next_dx is None else next_dx
+        layers, twins = self.layers(), self.recorded
+        wanted = self._wanted(self.x, twins.values())
         self.backward = pool.graph()
 
         def function():
-            with self.exchanged(), without_their_own(self.layers()):  # checkpointed layers run again
-                return torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True)
+            with _exchanged(layers, twins), without_their_own(layers):  # checkpointed layers run again
+                found = torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True)
+            dx, gradients = self._sorted(found)
+            settled = self.memory.settled_gradients(self.first, self.parameters, gradients)
+            return (*self.memory.settled([("dx", self.first)], [dx]), *settled)
 
-        self.dx, self.gradients = self._sorted(self.backward.record(function))
+        self.dx, *self.gradients = self.backward.record(function)
 
     def _wanted(self, x, parameters) -> list:
         return [*([x] if x.requires_grad else []), *parameters]
@@ -169,7 +152,7 @@ class GraphedLayers:
 
     def end_recording(self) -> None:
         """Frees what only recording needed."""
-        self.computed, self.recorded = [], []
+        self.computed, self.recorded = [], {}
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""

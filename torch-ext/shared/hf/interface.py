@@ -96,8 +96,9 @@ class Interface:
         left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
-    def capture(self, model, batch, tokens):
-        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
+    def capture(self, model, batch=None, tokens=None, sizes=16, memory=None):
+        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model. Without a shape, for
+        the sizes that come most often.
 
         With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
         other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
@@ -105,16 +106,22 @@ class Interface:
         batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
+        Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
+        layers get graphs for each length that comes three times, up to `sizes` of them; a length that comes twice as often as the rarest
+        of these takes its place. Documents may lie elsewhere in each batch. `explain` says how many passes are replayed, and the memory.
+
         Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with
-        hooks run as before, with a warning where a shape was asked for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights
-        lie in memory that the next pass writes: clone one to keep it beyond. That memory, and one layer's input for each layer, is held
-        until `reset()`.
+        hooks run as before, with a warning where a shape was asked for and could not be recorded. When weights move or adapters change it
+        is recorded anew. The gradients of the layers' weights lie in memory that the next pass writes: clone one to keep it beyond. That
+        memory, and one layer's input for each layer, is held until `reset()`.
 
         model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it
-        afterwards. batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this
-        kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
+        afterwards. batch, tokens: the sequences of a batch and their length. sizes: lengths, or shapes, with graphs at a time. memory: GiB
+        that graphs of such sizes may take; None for a quarter of the GPU's. They all share what the largest needs. Raises TypeError when
+        the model has no decoder layers of this kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when
+        accelerate holds its layers.
         """
-        return one_model.capture(self.families, model, batch, tokens)
+        return one_model.capture(self.families, model, batch, tokens, sizes, memory)
 
     def mapping(self, mode=None):
         """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute

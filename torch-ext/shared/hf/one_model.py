@@ -205,9 +205,9 @@ def _causal_lms(families: Families, model):
     return list(dict.fromkeys(module for loss in losses for _, module in _modules_of(families, model, loss)))
 
 
-def capture(families: Families, model, batch, tokens):
-    """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
-    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), batch, tokens)
+def capture(families: Families, model, *told):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
+    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), *told)
     return model
 
 

@@ -72,6 +72,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self.nbytes = 0  # of the memory that recordings took
         self.renew()
 
     def renew(self) -> None:
@@ -86,15 +87,22 @@ class GraphPool:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # a pool cannot take memory that is cached for others
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.nbytes -= torch.cuda.memory_reserved(self.device)
         return self
 
     def __exit__(self, *error):
+        self.nbytes += torch.cuda.memory_reserved(self.device)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 def can_record(device: torch.device) -> bool:
     """Tells whether a device has graphs."""
     return device.type == "cuda"
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def is_recording(x: torch.Tensor) -> bool:
