@@ -10,7 +10,7 @@ import torch
 from tests.capturing import Rerun, assert_equal, batch, loss_of, one_family, whole
 from tests.cpu.capture.test_capture_threads import started
 
-SIZES = (40, 64, 52, 36)  # of rounded rows
+SIZES = (40, 96, 52, 36)  # of rounded rows
 
 
 def padded(seed, total=40, rows=3):
@@ -127,7 +127,7 @@ def test_sizes_in_turn_share_the_memory(package, tiny_model):
     assert len(graphed) == len(SIZES)
     for gradients_of in zip(*(each.gradients for each in graphed)):
         assert len({gradient.data_ptr() for gradient in gradients_of}) == 1
-    assert len({each.outputs[0].data_ptr() for each in graphed}) == 2, "those of 40, and those of 64, which smaller ones use"
+    assert len({each.outputs[0].data_ptr() for each in graphed}) == 2, "those of 40, and those of 96, which smaller ones use"
     assert len({each.x.data_ptr() for each in graphed}) == 2
 
 

@@ -51,7 +51,8 @@ class Kind:
         self.state = State.UNSEEN
         self.obstacle: Optional[Reason] = None  # why it is REFUSED
         self.observed: List[Observed] = []  # of each layer, from OBSERVED on
-        self.inputs: List[InputBuffer] = []
+        self.examples: List[torch.Tensor] = []  # of what the layers got, for what runs while they are recorded
+        self.inputs: List[InputBuffer] = []  # from RECORDED on
         self.graphed: Dict[int, GraphedLayers] = {}  # from RECORDED on, by the number of their first layer
         self.recordings = self.replays = 0
         self.shares_graphs = True  # whether a graph may be of several layers
@@ -82,7 +83,7 @@ class Kind:
 
     def end_observation(self, observed: List[Observed], examples: List[torch.Tensor]) -> None:
         self.state, self.observed = State.OBSERVED, observed
-        self.inputs = [InputBuffer(self.model.memory, number, example) for number, example in enumerate(examples)]
+        self.examples = [example.clone() for example in examples]
 
     def outputs_are_used_between(self) -> None:
         """Gives each layer graphs of its own from the next recording on."""
@@ -93,11 +94,11 @@ class Kind:
     def forget_graphs(self) -> None:
         """Forgets the graphs, which are recorded again in the next pass."""
         if self.state is State.RECORDED:
-            self.state, self.graphed = State.OBSERVED, {}
+            self.state, self.graphed, self.inputs = State.OBSERVED, {}, []
             self.recordings -= 1
 
     def _forget(self, state: State) -> None:
-        self.state, self.observed, self.graphed, self.inputs = state, [], {}, []
+        self.state, self.observed, self.examples, self.graphed, self.inputs = state, [], [], {}, []
 
     def _record(self, x: torch.Tensor) -> None:
         if self.recordings >= RECORDINGS + self.replays // REPLAYS:
@@ -118,6 +119,7 @@ class Kind:
         model, layers = self.model, self.model.layers
         if any(seen.drew and is_checkpointed(layer) for seen, layer in zip(self.observed, layers)):
             raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
+        self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
         on_use, here = self.outputs_are_used_between, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
         graphed = [
             GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.memory, model.waiting, on_use)
