@@ -83,7 +83,7 @@ class Kind:
 
     def end_observation(self, observed: List[Observed], examples: List[torch.Tensor]) -> None:
         self.state, self.observed = State.OBSERVED, observed
-        self.examples = [example.clone() for example in examples]
+        self.examples = examples
 
     def outputs_are_used_between(self) -> None:
         """Gives each layer graphs of its own from the next recording on."""
