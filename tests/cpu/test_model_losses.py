@@ -39,6 +39,21 @@ class StepByFormula:
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("options", ({}, {"return_z_loss": True, "lse_square_scale": 1e-2}), ids=str)
+@pytest.mark.parametrize("items", (None, 7, torch.tensor(7), torch.tensor([7])), ids=str)
+@pytest.mark.parametrize("training", (True, False))
+def test_a_hook_on_the_loss_outlives_a_change_in_place(qwen3, training, items, options):
+    """FSDP1 puts one there, by which it learns that the backward pass has begun, and Trainer multiplies the loss in place."""
+    model = qwen3.kernelize(tiny_model()).train(training)
+    counted = {} if items is None else {"num_items_in_batch": items}
+    loss, seen = model(input_ids=TOKENS, labels=LABELS, **counted, **options).loss, []
+    loss.register_hook(seen.append)
+    loss *= 2
+    loss.sum().backward()
+    assert len(seen) == 1 and seen[0].eq(2).all()
+    assert not isinstance(items, torch.Tensor) or loss.shape in (items.shape, ())
+
+
 @pytest.mark.parametrize("way", ["apply", "call", "kernelize", "eval", "hooked head"])
 @pytest.mark.parametrize("options", LOSS_OPTIONS, ids="-".join)
 def test_options_of_the_loss(qwen3, options, way):

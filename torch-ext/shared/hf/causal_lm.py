@@ -54,12 +54,13 @@ def _items(num_items_in_batch, kwargs):
 
 
 def _like_items(found, num_items):
-    """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then."""
-    if not isinstance(num_items, torch.Tensor):
+    """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then. It is no
+    view: Trainer multiplies it in place, and autograd would forget the hook that FSDP1 has put on a view."""
+    loss = found.loss if isinstance(found, LinearCrossEntropyOutput) else found
+    if not isinstance(num_items, torch.Tensor) or loss.shape == num_items.shape:
         return found
-    if isinstance(found, LinearCrossEntropyOutput):
-        return found._replace(loss=found.loss.view(num_items.shape))
-    return found.view(num_items.shape)
+    loss = loss.view(num_items.shape).clone()
+    return found._replace(loss=loss) if isinstance(found, LinearCrossEntropyOutput) else loss
 
 
 def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
