@@ -17,6 +17,7 @@ from cuda.tile._datatype import is_boolean, is_float, is_integral
 from cuda.tile._stub import RawArrayMemory
 
 from .tiles import (
+    EIGHT_BITS,
     RANGES,
     SIGNED,
     InterpreterError,
@@ -201,7 +202,9 @@ class Memory:
             self.writer.index_fill_(0, offsets, 2 * self.launch.tag + atomic)
             if shared is not None and allowed is not None:  # the other block's stamp stays: a different value may follow
                 self.writer.index_copy_(0, *shared)
-        self.flat.index_copy_(0, offsets, values)  # scatter_ is fifty times slower for bfloat16
+        # scatter_ is fifty times slower for bfloat16, and neither takes eight-bit floats
+        flat, given = (x.view(torch.int8) if x.dtype in EIGHT_BITS.values() else x for x in (self.flat, values))
+        flat.index_copy_(0, offsets, given)
         if may_repeat:
             lost = ~same_bits(self.flat.index_select(0, offsets), values)
             if lost.any():
@@ -210,7 +213,7 @@ class Memory:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.dtype.is_floating_point:
-        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
         a, b = a.contiguous().view(width), b.contiguous().view(width)
     return a == b
 

@@ -23,7 +23,8 @@ class InterpreterError(Exception):
 FLOATS = {ct.float16: torch.float16, ct.bfloat16: torch.bfloat16, ct.float32: torch.float32, ct.float64: torch.float64}
 SIGNED = {ct.int8: torch.int8, ct.int16: torch.int16, ct.int32: torch.int32, ct.int64: torch.int64}
 UNSIGNED = {ct.uint8: torch.uint8, ct.uint16: torch.uint16, ct.uint32: torch.uint32, ct.uint64: torch.uint64}
-TORCH_DTYPES = {ct.bool_: torch.bool, **FLOATS, **SIGNED, **UNSIGNED}
+EIGHT_BITS = {ct.float8_e4m3fn: torch.float8_e4m3fn, ct.float8_e5m2: torch.float8_e5m2}  # without arithmetic, as in cuTile
+TORCH_DTYPES = {ct.bool_: torch.bool, **FLOATS, **EIGHT_BITS, **SIGNED, **UNSIGNED}
 TILE_DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
 TORCH_DTYPES[ct.tfloat32] = torch.float32  # a tile's dtype alone: no array has it
 TF32_LEAST, TF32_MASK = 1 << 12, ~((1 << 13) - 1)  # half of the last of its 10 bits, and the bits that it has
@@ -178,6 +179,11 @@ def convert(x: Tile, dtype: ct.DType) -> Tile:
     if is_boolean(dtype):
         return Tile(data != 0, dtype)
     if is_float(dtype):
+        if dtype in EIGHT_BITS:  # cvt.rn.satfinite: what does not fit becomes the largest finite number, infinity too; NaN stays
+            most = torch.finfo(EIGHT_BITS[dtype]).max
+            data = data.to(torch.float32).clamp(-most, most)
+        elif source in EIGHT_BITS:
+            data = data.to(torch.float32)
         result = data.to(carrier(dtype))
         if source is ct.uint64:
             result = torch.where(data < 0, (data.to(torch.float64) + 2.0**64).to(result.dtype), result)

@@ -19,13 +19,14 @@ DTYPES = {
     "bfloat16": ct.bfloat16,
     "float16": ct.float16,
     "float32": ct.float32,
+    "float8_e4m3fn": ct.float8_e4m3fn,
     "int32": ct.int32,
     "int64": ct.int64,
 }
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8}
 
 FLOATS = ("bfloat16", "float16", "float32")
-SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int64": "i64"}
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "e4m3", "int32": "i32", "int64": "i64"}
 
 # Architectures on which nothing was measured; sm_90 is the H200's. There, further variants with the same promises compete with the
 # one that is listed first, and `warmup_all_kernels` times them on the user's GPU (runtime/tuning.py). Every candidate costs a cubin

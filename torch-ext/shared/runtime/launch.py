@@ -18,6 +18,7 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
+    torch.float8_e4m3fn: "float8_e4m3fn",
     torch.int32: "int32",
     torch.int64: "int64",
 }
