@@ -29,7 +29,8 @@ def doubled(x, y):
 @kinds
 def test_a_conversion_rounds_to_even_saturates_and_keeps_nan(dtype):
     top = torch.finfo(dtype).max
-    x = torch.tensor([0.0, -0.0, 1.0625, 1.1875, -1.3, top, -top, top * 1.01, top * 4, torch.inf, -torch.inf, torch.nan, 2.0**-9, 1e-9, 3, 7])
+    small, large = [0.0, -0.0, 1.0625, 1.1875, -1.3], [top, -top, top * 1.01, top * 4, torch.inf, -torch.inf]
+    x = torch.tensor([*small, *large, torch.nan, 2.0**-9, 1e-9, 3, 7])
     y = torch.zeros(16, dtype=dtype)
     interpret(to_codes, (1,), (x, y))
     assert torch.equal(y.isnan(), x.isnan())

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
-from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, routing, swiglu
+from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, quantised, rms_norm, rotary, routing, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
 from tools.kernel_package import package_folders
 from tools.targets import operations
@@ -286,6 +286,39 @@ def test_low_rank_adds_that_are_left_to_pytorch(package, backend, dtype, case):
 
 def test_low_rank_gradients_that_are_left_to_pytorch(ops, backend):
     low_rank.check_what_is_left_to_pytorch(ops, DEVICE)
+
+
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("columns", quantised.COLUMNS)
+def test_quantised_rows(ops, backend, columns, odd):
+    quantised.check_rows(ops, DEVICE, torch.bfloat16, 9, columns, odd)
+    exact = columns in (1024, 2048, 4096) or columns % 512 == 0
+    assert {name.partition("-")[0] for name in backend.launched} == {"quantise_rows" if exact else "quantise_any_rows"}
+
+
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("shape", quantised.TRANSPOSED, ids=str)
+def test_quantised_transposed(ops, shape, odd):
+    quantised.check_transposed(ops, DEVICE, torch.bfloat16, *shape, odd)
+
+
+@pytest.mark.parametrize("view", quantised.VIEWS)
+def test_quantised_views(ops, view):
+    quantised.check_rows(ops, DEVICE, torch.bfloat16, 32, 96, view=view)
+    quantised.check_transposed(ops, DEVICE, torch.bfloat16, 32, 96, view=view)
+
+
+def test_quantised_parts(ops):
+    quantised.check_rows_into(ops, DEVICE, torch.bfloat16, 5, 512)
+    quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144)
+
+
+@pytest.mark.parametrize(("dtype", "columns"), ((torch.float16, 512), (torch.float32, 512), (torch.bfloat16, 20)), ids=str)
+def test_what_is_quantised_by_pytorch(package, backend, dtype, columns):
+    backend.launched.clear()
+    quantised.check_rows(package, DEVICE, dtype, 9, columns, True)
+    quantised.check_transposed(package, DEVICE, dtype, 9, columns, True)
+    assert not backend.launched
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,11 @@ class Front(Interface):
                 warnings.filterwarnings("ignore", message=".* is served by the package .* already", category=RuntimeWarning)
                 package.apply(**{name: given[name] for name in each.served.arguments()})
 
-    def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+    def kernelize(
+        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+    ):
         told = {"attention": attention, "unpad": unpad, "keep_attention": keep_attention, "recompute_mlp": recompute_mlp}
-        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs)
+        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs, products=products)
 
     def explain(self, model):
         return self._of(model).explain(model)

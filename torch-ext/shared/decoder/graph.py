@@ -34,19 +34,19 @@ class InGraph(NamedTuple):
 
 
 def in_graph_of(node: Any, of: InGraph) -> Callable:
-    """Registers the operators of a `Node`. Returns a function that computes it in a graph, of `Node.__call__`'s arguments and the tensors
-    of all projections."""
+    """Registers the operators of a `Node`. Returns a function that computes it in a graph, of `Node.__call__`'s arguments, the tensors of
+    all projections, and the places of the groups whose products are made in eight bits."""
     forms: Dict[str, Any] = {}
     backwards: Dict[str, tuple] = {}
 
     def form_of(text: str):
         found = forms.get(text)
         if found is None:
-            spec, dtype, there, lengths, told = json.loads(text)
+            spec, dtype, there, lengths, told, eights = json.loads(text)
             projections = map(projection_of, told)
             groups = [[next(projections) for _ in range(length)] for length in lengths]
             tensors = of.tensors(*[each or None for each in there])
-            layout = Layout(spec_of(of.spec, spec), groups, getattr(torch, dtype[len("torch.") :]))
+            layout = Layout(spec_of(of.spec, spec), groups, getattr(torch, dtype[len("torch.") :]), eights)
             found = forms[text] = node.new_form(layout, tensors, True)
         return found
 
@@ -123,11 +123,11 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
     function: Any = type(f"{of.name}_in_graph", (torch.autograd.Function,), methods)
 
-    def compute(spec, tensors, groups, sizes, dtype, parts):
+    def compute(spec, tensors, groups, sizes, dtype, parts, eights):
         projections = [projection for group in groups for projection in group]
         need_traceable(projections)
         there, lengths = tuple([tensor is not None for tensor in tensors]), tuple([len(group) for group in groups])
-        text = _text(constants_of(spec), dtype, there, lengths, tuple([told_of(projection) for projection in projections]))
+        text = _text(constants_of(spec), dtype, there, lengths, tuple([told_of(projection) for projection in projections]), eights)
         present = [*[tensor for tensor in tensors if tensor is not None], *parts]
         names = [name for name, is_there in zip(of.tensors._fields, there) if is_there]
         dropped, constant = ([i for i, name in enumerate(names) if name in listed] for listed in (node.dropped(tensors), of.constant))

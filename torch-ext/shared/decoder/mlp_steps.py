@@ -116,7 +116,7 @@ def mlp_finish(
 
     shape: of the result; behind: the weight of the branch's norm; total, hidden: of `mlp_start`; down: begun.
     """
-    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype:
+    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype and not down.group.eight:  # those add to nothing
         out = torch.empty(shape, dtype=total.dtype, device=total.device)
         down.again(hidden, onto=total, out=out.view(total.shape))
         return out, None, None
@@ -158,7 +158,7 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     if need_inner:
         grads = (dgate, dup) if len(needs.inner) == 2 else (together,)
         dlow = inner.low_gradient(grads)
-        found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner))
+        found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner, together))
     if need_total:
         dy = inner.input_gradient(grads, dlow, together)
         joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)

@@ -15,6 +15,7 @@ from ..ops.common import apply_function, once_differentiable
 from ..ops.second_run import Rest, apply_in_parts, unfinished
 from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
+from .eight_bits import groups_in_eight
 from .graph import InGraph, in_graph_of
 from .projection import SIZE, FourBitWeight, Layout, Projection, by_projection, layout_of
 
@@ -183,18 +184,21 @@ class Node:
         self.function = _function(name, self)
         self.in_graph = None if in_graph is None else in_graph_of(self, in_graph)
 
-    def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype):
-        """Returns the results. tensors: the node's named tuple; groups: the projections by what they read; dtype: of the products."""
+    def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype,
+                 products: str = "bf16"):
+        """Returns the results. tensors: the node's named tuple, its first one [..., features]; groups: the projections by what they read;
+        dtype: of the products; products: "fp8" for those in eight bits where they are possible and pay (eight_bits.py)."""
         present: list = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
         dense = [part for part in present if type(part) is not FourBitWeight]
         compiling = torch.compiler.is_compiling()
+        eights = () if products == "bf16" else groups_in_eight(groups, dtype, tensors[0])
         if compiling or not is_ordinary(*tensors, *dense):
             projections = [projection for group in groups for projection in group]
             self.check(spec, tensors, projections, sizes, dtype)
             if compiling and self.in_graph is not None:
-                return self.in_graph(spec, tensors, groups, sizes, dtype, present)
+                return self.in_graph(spec, tensors, groups, sizes, dtype, present, eights)
             return self.reference(spec, tensors, projections, sizes, dtype)
-        layout = layout_of(spec, groups, dtype)
+        layout = layout_of(spec, groups, dtype, eights)
         form = self.form_of(layout, tensors)
         arguments = form, sizes, *[tensor for tensor in tensors if tensor is not None], *present
         if self.start is not None and self.in_parts(tensors):

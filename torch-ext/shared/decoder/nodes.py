@@ -122,6 +122,7 @@ def norm_attention_inputs(
     shape: Tuple[int, int],
     spec: Inputs,
     dtype: Optional[torch.dtype] = None,
+    products: str = "bf16",
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes queries, keys and values as attention takes them from norm(x), and returns x for the residual connection.
 
@@ -137,6 +138,7 @@ def norm_attention_inputs(
         shape: (batch, tokens of one sequence).
         spec: the description.
         dtype: of the products and of q, k and v; by default that of PyTorch's products of x.
+        products: as of `Node.__call__`.
 
     Returns:
         q, k, v [batch, heads, tokens, head_dim] and x.
@@ -145,7 +147,7 @@ def norm_attention_inputs(
         ValueError: when shapes, dtypes or devices do not fit.
     """
     tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
-    return _inputs_node(spec, tensors, (projections,), tuple(shape), dtype or product_dtype(x))
+    return _inputs_node(spec, tensors, (projections,), tuple(shape), dtype or product_dtype(x), products)
 
 
 # ---------------------------------------------------------------- after attention
@@ -236,6 +238,7 @@ def norm_mlp(
     behind: Optional[torch.Tensor] = None,
     dtype: Optional[torch.dtype] = None,
     recompute: bool = False,
+    products: str = "bf16",
 ) -> torch.Tensor:
     """Computes total + behind(down(act(gate(n)) * up(n))) with n = before(total), total = x or, with `attended`, x + after(o(attended)).
 
@@ -249,6 +252,7 @@ def norm_mlp(
         attended: [tokens, features] or [batch, tokens, heads, head_dim] of `dtype`, attention's output.
         dtype: of the products; by default that of PyTorch's products of x.
         recompute: whether gate and up are made again in the backward pass, bit for bit, instead of kept.
+        products: as of `Node.__call__`.
 
     Returns:
         [..., hidden], of x's dtype.
@@ -257,4 +261,4 @@ def norm_mlp(
         ValueError: when shapes, dtypes or devices do not fit.
     """
     tensors, groups = OutputTensors(x, attended, after, before, behind), split_groups(projections, attended is not None)
-    return _mlp_node(MLPSpec(spec, bool(recompute)), tensors, groups, (), dtype or product_dtype(x))
+    return _mlp_node(MLPSpec(spec, bool(recompute)), tensors, groups, (), dtype or product_dtype(x), products)

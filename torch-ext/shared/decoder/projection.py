@@ -3,7 +3,7 @@
     y = x @ weight.T + bias + scaling * (dropout(x) @ a.T @ b.T + adapter_bias)          (LoRA, arXiv 2106.09685)
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union, final
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union, final
 
 import torch
 from torch.nn.functional import dropout, linear
@@ -179,9 +179,9 @@ def check_projection(name: str, projection: Projection, rows: Optional[int], col
 class Group:
     """All of the projections of one input but their tensors: what a node of them depends on beside the tensors that it gets."""
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype):
-        """dtype: of the products."""
-        self.dtype = dtype
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, eight: bool = False):
+        """dtype: of the products. eight: whether they are made in eight bits (eight_bits.py), and of `dtype` in their results alone."""
+        self.dtype, self.eight = dtype, eight
         self.tensors = SIZE * len(projections)
         self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
         self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
@@ -210,11 +210,11 @@ class Layout:
     __slots__ = ("count", "dtype", "forms", "groups", "neighbours", "places", "replayable", "spec")
     spec: Any  # the description of its node: `Inputs`, `Outputs` or the sparse half's
 
-    def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype):
-        """dtype: of the products."""
+    def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Sequence[int] = ()):
+        """dtype: of the products. eights: the places of the groups whose products are made in eight bits."""
         self.spec, self.dtype = spec, dtype
         self.forms: dict = {}  # of `node.Form`, by node and what is present of its tensors
-        self.groups = [Group(group, dtype) for group in groups]
+        self.groups = [Group(group, dtype, i in eights) for i, group in enumerate(groups)]
         self.replayable = all(group.replayable for group in self.groups)
         parts = [part for group in groups for part in tensors_of(group)]
         self.count = len(parts)
@@ -254,9 +254,9 @@ IDENTITIES.add(Layout)
 _layouts: dict = {}
 
 
-def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> Layout:
+def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> Layout:
     """The `Layout` of a node. Of projections that draw random numbers, or have a weight in four bits, it is a new one each time."""
-    key: list = [spec, dtype, *map(len, groups)]
+    key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
     replayable = True
     for group in groups:
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
@@ -275,7 +275,7 @@ def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:
-        found = Layout(spec, groups, dtype)
+        found = Layout(spec, groups, dtype, eights)
         if replayable:
             if len(_layouts) >= KEPT:
                 _layouts.clear()

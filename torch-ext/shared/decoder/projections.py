@@ -14,6 +14,7 @@ from torch.nn.functional import dropout, linear
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
 from ..ops.products import accumulate_product, write_product
 from ..ops.second_run import are_watched
+from .eight_bits import EightBits
 from .norms import add_norm_backward, normed_again
 from .projection import FP32, Group, PartNeeds, Parts, in_parts
 from .spec import Norm
@@ -89,6 +90,7 @@ class Projections:
     low: torch.Tensor  # where there are adapters, after `forward`: `_low` of its input
     whole: Optional[torch.Tensor]
     b: list
+    eight: Optional[EightBits]  # where the products are made in eight bits
 
     def __init__(self, group: Group, tensors: Sequence, whole: Optional[torch.Tensor] = None, copies: Optional[Copies] = None):
         """tensors: of `tensors_of`. whole: what `side_by_side` finds of the weights. copies: the caller's, made before `forward`."""
@@ -118,6 +120,7 @@ class Projections:
         else:
             weights: list = [parts.weight for parts in self.parts]
             self.weights = [None if i in group.four_bit else weight.to(group.dtype) for i, weight in enumerate(weights)]
+        self.eight = EightBits(group, self.weights, self.whole) if group.eight else None
 
     def _round_adapters(self, copies: Copies) -> None:
         """Sets `a`, all rows of the adapters' a in one matrix, and each b, in the dtype of the products once the copies are made."""
@@ -136,7 +139,9 @@ class Projections:
     def made(self) -> list:
         """Lists what the backward pass needs and is not the projections' own, after `forward`. No two of these tensors share memory."""
         group = self.group
-        found: list = [self.low] if group.spans else []
+        found: list = [] if self.eight is None else list(self.eight.scales)
+        if group.spans:
+            found.append(self.low)
         if group.makes_a:
             found.append(self.a)
         if group.rounds_weights:
@@ -150,6 +155,7 @@ class Projections:
         new, left = object.__new__(cls), iter(made)
         new._set(group, tensors)
         new.whole = whole
+        scales = [next(left) for _ in range(2 * group.eight)]
         if group.spans:
             new.low = next(left)
             rows: list = [new.parts[i].a for i in group.spans]
@@ -157,6 +163,8 @@ class Projections:
         if group.rounds_weights:
             new.whole = next(left)
         new._set_weights()
+        if new.eight is not None:
+            new.eight.scales = tuple(scales)
         new.b = [new.parts[i].b if group.dtypes[i].b == group.dtype else next(left) for i in group.spans]
         new.states = {i: next(left) for i in group.spans if group.dropouts[i]}
         return new, list(left)
@@ -175,9 +183,11 @@ class Projections:
         return self.again(x, in_one, onto, out)
 
     def begin(self, x: torch.Tensor) -> None:
-        """Makes what `made` lists of x, the products with the adapters' a."""
+        """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits."""
         if self.group.spans:
             self.low = self._low(x)
+        if self.eight is not None:
+            self.eight.begin(x)
 
     def again(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
         """Returns what `forward` returns, bit for bit, once `begin` has run, or in the backward pass, which loads what it made."""
@@ -195,14 +205,22 @@ class Projections:
     def _products(self, x: torch.Tensor, in_one: bool, onto, out) -> list:
         rows, dtype = self.group.rows, self.group.dtype
         biases: list = [parts.bias for parts in self.parts]
+        if self.eight is not None:
+            return self.eight.forward(x, self._bias(biases), in_one, out)
         if onto is not None:
             result = write_product(out, x, self._weight(0).t(), onto)
             return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
         if self.whole is not None and in_one and (not self.group.biased or None not in biases):
-            bias = _joined(biases, dtype) if self.group.biased else None
-            return list(_affine(x, self.whole, bias, out).split(rows, 1))
+            return list(_affine(x, self.whole, self._bias(biases), out).split(rows, 1))
         outs = [None] * len(rows) if out is None else out.split(rows, 1)
         return [_affine(x, self._weight(i), None if b is None else b.to(dtype), part) for i, (b, part) in enumerate(zip(biases, outs))]
+
+    def _bias(self, biases: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
+        """The biases of all projections in one, zeros for a projection without; None where no projection has one."""
+        like = next((bias for bias in biases if bias is not None), None)
+        if like is None:
+            return None
+        return _joined([like.new_zeros((rows,)) if b is None else b for b, rows in zip(biases, self.group.rows)], self.group.dtype)
 
     def _low(self, x: torch.Tensor) -> torch.Tensor:
         """scaling * dropout(x) @ a.T of all adapters, side by side."""
@@ -234,7 +252,9 @@ class Projections:
         """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are
         in."""
         group = self.group
-        if self.whole is not None and together is not None:
+        if self.eight is not None:
+            dx = self.eight.input_gradient(grads[0] if together is None else together)
+        elif self.whole is not None and together is not None:
             dx = torch.mm(together, self.whole)
         else:
             dx = torch.mm(grads[0], self._weight(0))
@@ -253,17 +273,21 @@ class Projections:
         return dx
 
     def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x: Callable[[], torch.Tensor],
-                  needs: Sequence[PartNeeds]) -> List[Parts]:
+                  needs: Sequence[PartNeeds], together: Optional[torch.Tensor] = None) -> List[Parts]:
         """The gradients of the tensors of each projection, None for those that `needs` leaves out.
 
-        x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it.
+        x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it. together: as of
+        `input_gradient`, for products in eight bits, where there are several grads.
         """
         group, dtypes = self.group, self.group.dtypes
         y = x() if any(need.weight or need.a for need in needs) else None
+        eights: list = [None] * len(needs)
+        if self.eight is not None and y is not None:
+            eights = self.eight.weight_gradients(grads[0] if together is None else together, y, [need.weight for need in needs])
         found = []
         for i, (grad, need) in enumerate(zip(grads, needs)):
             one = Parts(
-                weight=_product(grad.t(), y, dtypes[i].weight) if need.weight and y is not None else None,
+                weight=_product(grad.t(), y, dtypes[i].weight) if need.weight and y is not None and self.eight is None else eights[i],
                 bias=_column_sum(grad, dtypes[i].bias) if need.bias else None,
             )
             found.append(one if i not in group.spans else self._of_adapter(i, grad, dlow, y, need, one))
@@ -326,7 +350,7 @@ def normed_input_backward(
     spec, x, norm, rstd, dresidual = given
     need_x, need_norm = need
     dlow = projections.low_gradient(grads)
-    found = projections.gradients(grads, dlow, partial(normed_again, spec, x, norm, rstd, projections.group.dtype), needs)
+    found = projections.gradients(grads, dlow, partial(normed_again, spec, x, norm, rstd, projections.group.dtype), needs, together)
     dx: Optional[torch.Tensor] = None
     dnorm: Optional[torch.Tensor] = None
     if need_x or need_norm:

@@ -106,7 +106,7 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
     heads, rstds = SavedHeads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
     need_heads, packed = (need.q_norm, need.k_norm), spec.rows is not None
     together = None
-    if group.whole is None and not packed:
+    if group.whole is None and not packed and not group.group.eight:
         dq, dk, dq_norm, dk_norm = heads_backward(spec, dq_out, dk_out, heads, rstds, need_heads)
         grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
     else:

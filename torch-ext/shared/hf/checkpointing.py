@@ -116,19 +116,20 @@ def _without_caches(layer, kwargs: Dict[str, Any]) -> Dict[str, Any]:
     return {name: cleared.get(name, value) for name, value in kwargs.items()}
 
 
-def _was_told(layer, name: str) -> bool:
+def was_told(layer, name: str) -> Any:
+    """Returns what `kernelize` noted on a layer under a name, or `apply` on its class; False without either."""
     told = layer.__dict__.get(name)
     return getattr(type(layer), name, False) if told is None else told
 
 
 def keeps_attention(layer) -> bool:
     """Tells whether a layer is checkpointed by transformers, and attention is to be kept."""
-    return _is_checkpointed(layer) and not torch.compiler.is_compiling() and _was_told(layer, KEEPS_ATTENTION)
+    return _is_checkpointed(layer) and not torch.compiler.is_compiling() and was_told(layer, KEEPS_ATTENTION)
 
 
 def recomputes_mlp(layer) -> bool:
     """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
-    return _was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
+    return was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
 
 
 def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:

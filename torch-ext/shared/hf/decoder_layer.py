@@ -30,6 +30,7 @@ from .families import Family
 from .lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
 from .masks import unless_none
 from .modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, original_forward, own_class, runs_torchs, why_not_own
+from .products import explain_products, products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 from .weights import held
 from .wrapped import inside
@@ -193,7 +194,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     """[(part, None or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
     reason = why_not_fusable(own, layer, x)
     if reason is not None:
-        return [("decoder layer", reason)]
+        return [("decoder layer", reason), *explain_products(layer, (), own.family.down, None)]
     block, family = _parts(layer)[own.family.block], own.family
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = own.projection_groups(layer, x)
@@ -214,7 +215,8 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     if reason is not None:
         called = Reason("node", f"the node that it would be in is also that of {last}")
         rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
-    return rows
+    dense = () if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
+    return rows + explain_products(layer, dense, family.down, dtype, wider)
 
 
 def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
@@ -256,7 +258,9 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
         dtype = product_dtype(x) if wider else x.dtype
         found = projections(linears, dtype, wider)
         if found is not None:
-            return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
+            dense = not is_sparse(_parts(layer)[family.block])
+            kind = products_of(layer) if dense else "bf16"
+            return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype, kind)
     normed = x if norm is None else rms_norm(spec.norm, x, weight_of(norm))
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
@@ -336,7 +340,7 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
         return norm_experts(x, weight_of(before), router, weights, spec, options, *of_attention, recompute, shared, weight_of(behind))
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
-    return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute)
+    return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute, products_of(layer))
 
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:

@@ -47,7 +47,9 @@ class Interface:
         told = [given.pop(name) for name in options.TOLD]
         patching.patch_classes(self.families, given, *told)
 
-    def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+    def kernelize(
+        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+    ):
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
         A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
@@ -59,15 +61,15 @@ class Interface:
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).
             mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
-            attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
+            attention, unpad, keep_attention, recompute_mlp, log_probs, products: as in `apply`.
 
         Raises:
             TypeError: when the model has none of the layers that this package stands in for.
-            ValueError: for `kernels.Mode.FALLBACK`.
+            ValueError: for `kernels.Mode.FALLBACK`, and for products that there are not.
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        told = attention, unpad, keep_attention, recompute_mlp, log_probs
+        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products
         return one_model.kernelize(self.families, model, mode, *told, self._shapes)
 
     def explain(self, model):

@@ -18,6 +18,7 @@ from .hub import TRANSFORMERS_EXPECTED
 from .losses import put_losses_on, read_losses
 from .modules import SAVED, is_marked, is_transformers_own, without_decorators
 from .padding import KEEPS
+from .products import PRODUCTS, check_products, warn_of_no_layers
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 from .versions import modeling_of, note, unfit_texts, why_left
@@ -135,13 +136,15 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
 
 
 def kernelize(
-    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, shapes=None
+    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True,
+    products="bf16", shapes=None
 ):  # fmt: skip
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
     a row by the texts of their parts, too, and the loss of any model."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     trl.options_of(log_probs)  # raises before anything is changed
+    check_products(products)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
@@ -163,8 +166,9 @@ def kernelize(
         for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):
-            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp)})
+            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products})
         _tell_decoders(each, model, attention)
+    warn_of_no_layers(model, products, [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())])
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})

@@ -14,6 +14,7 @@ from typing import Callable, Dict, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
+from ..ops.common import fail
 from . import capture as graphs
 from . import ownership, trl
 from .attention_choice import (
@@ -36,11 +37,13 @@ from .lookups import own_rotary
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from .offers import offer, withdraw
 from .padding import KEEPS
+from .products import PRODUCTS, check_products
 from .versions import Unfit, modeling_of, note, unfit_texts
 from .wrapped import put
 
 OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE, SAID  # on a module: what kernelize() was told of its model, and what it said
+# On a module: what kernelize() was told of its model, and what it said.
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID
 
 
 class Family(NamedTuple):
@@ -123,19 +126,27 @@ def register(families: Sequence[Family]):
         _register_experts()
 
 
-def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+def patch_classes(
+    families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     Args:
         wanted: an entry for each operation of the families, True or False; that of `fused_linear_cross_entropy` may be a mapping of options
             of the loss, which stands for True.
-        unpad, keep_attention, recompute_mlp: as of `apply`.
+        unpad, keep_attention, recompute_mlp, products: as of `apply`.
         log_probs: whether TRL's trainers get ours too, or a mapping of its options (trl.py).
 
     Raises:
         TypeError: for an option that does not exist.
+        ValueError: for products that there are not, or that no layer would make.
         ImportError: when transformers is absent or its version does not fit.
     """
+    check_products(products)
+    needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
+    off = [name for name in needed if not wanted.get(name, True)]
+    if products != "bf16" and off:
+        fail("products", repr(products), f"'bf16' without {', '.join(off)}: the fused decoder layer makes them")
     options = _loss_options(wanted[LOSS])
     trl.options_of(log_probs)  # raises before anything is changed
     found = [prepare(targets) for targets in families]
@@ -154,6 +165,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
+            setattr(layer, PRODUCTS, products)
         _forget_what_one_model_was_told(targets, modules)
         _watch_decoders(targets, modules)
         said = {name: wanted[argument_of(name)] for name in targets.operations}

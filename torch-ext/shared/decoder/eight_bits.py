@@ -1,0 +1,160 @@
+"""The products of a group of projections in eight bits, inside an autograd node, by `torch._scaled_mm`. Nothing of it outlives a pass but
+the scales, so there is no state, and a second run of the same numbers gives the same bits.
+
+    y = x W^T        a scale a row of x, and one a row of W (an output)
+    dx = dy W        a scale a row of dy, and one for all of W: the largest of its rows'
+    dw = dy^T x      a scale for all of dy, and one for all of x: the largest of their rows'
+
+A product reads both factors along what it adds up, so W, dy and x are written transposed for the second and the third. A scale that is too
+large costs nothing up to 2^12 (e4m3 is a floating point format), which is why the largest of the rows' scales will do, and nothing has to
+be looked through for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB: that is the rounding of the factors, and the sums are exact
+in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing to be seen beside it.
+"""
+
+import functools
+import re
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+
+from ..ops.common import constant_when_traced
+from ..ops.quantised import STEP, Quantised, quantise_rows, quantise_transposed
+from ..ops.second_run import are_watched
+from ..runtime.device import why_no_kernels
+from ..runtime.launch import INT32_MAX, ships
+from .projection import FourBitWeight, Group, Projection
+
+BF16 = torch.bfloat16
+KINDS = ("bf16", "fp8")  # of products
+# Below, quantising costs what the products save. Not measured yet: products of 2048 tokens gain as much as those of 8192.
+FEWEST = 1024
+CAPABILITY = (9, 0)  # of the GPUs on which this was tried
+TORCH, CUDA = (2, 9), (12, 9)  # from which on cuBLAS multiplies with a scale a row
+
+
+def _numbers(version: Optional[str]) -> Tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:2])
+
+
+@functools.lru_cache(maxsize=None)
+def _scales_rows_on_cpu() -> bool:
+    codes, scales = torch.zeros((STEP, STEP)).to(torch.float8_e4m3fn), torch.ones((STEP, 1))
+    try:
+        torch._scaled_mm(codes, codes.t(), scales, scales.t(), out_dtype=BF16)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+@constant_when_traced
+def why_not_on(kind: str, index: int) -> str:
+    """Why a device, of a type and with an index, has no products in eight bits; "" where it has."""
+    if _numbers(torch.__version__) < TORCH:
+        return f"torch is {torch.__version__}, and they need 2.9"
+    if kind == "cuda":
+        if _numbers(torch.version.cuda) < CUDA:
+            return f"torch is built for CUDA {torch.version.cuda}, and they need 12.9"
+        capability = torch.cuda.get_device_capability(index)
+        if capability != CAPABILITY:
+            return "they were tried on GPUs of compute capability {}.{} alone, and this one has {}.{}".format(*CAPABILITY, *capability)
+        if not ships("quantise"):
+            return "this package does not ship the kernels that make their operands"
+        return why_no_kernels(torch.device(kind, index))
+    return "" if kind == "meta" or (kind == "cpu" and _scales_rows_on_cpu()) else f"this torch has none on {kind}"
+
+
+def why_not_eight(group: Sequence[Projection], dtype: torch.dtype, tokens: Optional[int] = None) -> str:
+    """Why the products of projections of one input are not made in eight bits; "" where they are. dtype: of the products otherwise;
+    tokens: of the input, None for many."""
+    for projection in group:
+        weight = projection.weight
+        if isinstance(weight, FourBitWeight):
+            return "a weight is in four bits"
+        if weight.dtype != BF16 or dtype != BF16:
+            return f"a weight is {weight.dtype} and the products are {dtype}, expected torch.bfloat16"
+        if weight.shape[0] % STEP or weight.shape[1] % STEP:
+            return f"a weight is {list(weight.shape)}, expected multiples of {STEP}"
+        if projection.bias is not None and projection.bias.dtype != BF16:
+            return f"a bias is {projection.bias.dtype}, expected torch.bfloat16"
+    first = group[0].weight
+    if tokens is not None and tokens < FEWEST:
+        return f"there are {tokens} tokens, and they pay from {FEWEST} on"
+    if tokens is not None and tokens * max(first.shape[1], sum([each.weight.shape[0] for each in group])) > INT32_MAX:
+        return f"{tokens} tokens at once are more numbers than their kernels count"
+    index = first.device.index
+    return why_not_on(first.device.type, 0 if index is None else index)
+
+
+def groups_in_eight(groups: Sequence[Sequence[Projection]], dtype: torch.dtype, x: torch.Tensor) -> Tuple[int, ...]:
+    """The places of the groups whose products are made in eight bits. x: [..., features] of the tokens."""
+    tokens = x.numel() // max(x.shape[-1], 1)
+    return tuple([i for i, group in enumerate(groups) if group and not why_not_eight(group, dtype, tokens)])
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, fast: bool = False, bias=None, out=None):
+    """a @ b.T of codes along their rows, in bf16, with scales a row or one for all."""
+    if a_scale.numel() > 1:
+        a_scale, b_scale = a_scale.unsqueeze(1), b_scale.unsqueeze(0)
+    if out is None or are_watched():
+        found = torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, BF16, fast)
+        return found if out is None else out.copy_(found)
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, BF16, fast, out=out)
+
+
+class EightBits:
+    """The products of one group in a forward or a backward pass."""
+
+    def __init__(self, group: Group, weights: Sequence[torch.Tensor], whole: Optional[torch.Tensor]):
+        """weights: [out, in] of each projection; whole: all of them, where they lie side by side."""
+        self.rows = group.rows
+        self.weights = weights if whole is None else [whole]
+        self._x: Optional[Quantised] = None
+        self._w: Optional[Quantised] = None
+        self._dy: Optional[Quantised] = None
+        self.scales: Tuple[torch.Tensor, ...] = ()  # of the rows of x and of the weights
+
+    def begin(self, x: torch.Tensor) -> None:
+        """Quantises both factors of y. x: [tokens, in]."""
+        self._x, self._w = quantise_rows(x), Quantised.empty(sum(self.rows), x.shape[1], x.device)
+        start = 0
+        for weight in self.weights:
+            quantise_rows(weight.detach(), self._w.rows(start, start + weight.shape[0]))
+            start += weight.shape[0]
+        self.scales = self._x.scales, self._w.scales
+
+    def forward(self, x: torch.Tensor, bias: Optional[torch.Tensor], in_one: bool, out: Optional[torch.Tensor]) -> List[torch.Tensor]:
+        """y [tokens, out] of each projection. bias: [all rows]; in_one: whether all are one product, as they are with `out`, [tokens,
+        all rows], where they go side by side."""
+        if self._x is None:  # in the backward pass, which loads the scales
+            self.begin(x)
+        (x8, x_scales), (w8, w_scales) = self._x, self._w  # type: ignore[misc]  # `begin` has set them
+        self._x = self._w = None
+        if in_one or out is not None:
+            return list(_multiplied(x8, w8, x_scales, w_scales, True, bias, out).split(self.rows, 1))
+        biases = [None] * len(self.rows) if bias is None else bias.split(self.rows)
+        parts = zip(w8.split(self.rows), w_scales.split(self.rows), biases)
+        return [_multiplied(x8, part, x_scales, scales, True, of_part) for part, scales, of_part in parts]
+
+    def _of_gradient(self, dy: torch.Tensor) -> Quantised:
+        if self._dy is None:
+            self._dy = quantise_rows(dy)
+        return self._dy
+
+    def input_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        """dx [tokens, in]. dy: [tokens, all rows]."""
+        found, top = self._of_gradient(dy), self.scales[1].amax(0, keepdim=True)
+        w = Quantised.empty(self.weights[0].shape[1], dy.shape[1], dy.device)
+        start = 0
+        for weight in self.weights:
+            quantise_transposed(weight.detach(), top, w._replace(codes=w.codes[:, start : start + weight.shape[0]]))
+            start += weight.shape[0]
+        self._dy = found._replace(codes=found.codes[:0])  # what is left to do reads the scales alone
+        return _multiplied(found.codes, w.codes, found.scales, w.scales)
+
+    def weight_gradients(self, dy: torch.Tensor, x: torch.Tensor, wanted: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+        """dw [out, in] of each projection, None for those that are not wanted."""
+        if not any(wanted):
+            return [None] * len(wanted)
+        dy_top, x_top = (scales.amax(0, keepdim=True) for scales in (self._of_gradient(dy).scales, self.scales[0]))
+        dys, xs = quantise_transposed(dy, dy_top).codes.split(self.rows), quantise_transposed(x, x_top).codes
+        return [_multiplied(part, xs, dy_top, x_top) if need else None for part, need in zip(dys, wanted)]

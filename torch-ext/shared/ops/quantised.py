@@ -1,0 +1,106 @@
+"""Operands of products in eight bits, by the kernels of kernel_src/quantise.py: e4m3 codes with scales that are powers of two."""
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, aligned
+
+E4M3 = torch.float8_e4m3fn
+TOP = 448.0  # the largest number that it holds
+STEP = 16  # what the products want lengths to be multiples of
+# Of float32 as bits: inf, 2^-126, what carries a mantissa beyond TOP's into the exponent, and 2^8, TOP's power of two, in the exponent.
+INFINITY, LEAST, TO_NEXT, EIGHT = 0x7F800000, 0x00800000, 0x1FFFFF, 8 << 23
+
+
+class Quantised(NamedTuple):
+    """A matrix as codes * scales[:, None]. codes: [rows, columns] of e4m3; scales: [rows] fp32."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Quantised":
+        codes = torch.empty((rows, columns), dtype=E4M3, device=device)
+        return cls(codes, torch.empty((rows,), dtype=torch.float32, device=device))
+
+    def rows(self, start: int, stop: int) -> "Quantised":
+        return Quantised(self.codes[start:stop], self.scales[start:stop])
+
+
+def _blocks(c, x, *_):
+    return (-(-x.shape[0] // c["ROWS"]) * -(-x.shape[1] // c["TILE"]),)
+
+
+_rows = Kernel("quantise_rows", "quantise_any_rows", grid=lambda c, x, *_: (x.shape[0],))
+_transposed = Kernel("quantise_transposed", grid=_blocks)
+
+
+def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
+    """x [rows, columns] with a scale a row, in `out` where it is given.
+
+    The scale is the least power of two by which all of the row's numbers get within e4m3's, and 2^-126 at the least. NaN stays NaN and does
+    not count. A row with an infinity has the scale inf, codes of NaN for infinities and 0 for the rest: a product with it is NaN.
+    """
+    found = Quantised.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    if kernels_run_on(x):
+        source = aligned(x)
+        if _rows.takes(source, *found):
+            _rows(source, *found)
+            return found
+    wide = x.to(accumulation_dtype(x.dtype))
+    scales = _scale_of(wide.abs().where(~wide.isnan(), 0).amax(1).float())
+    found.scales.copy_(scales)
+    found.codes.copy_(_coded(wide, scales[:, None]))
+    return found
+
+
+def quantise_transposed(x: torch.Tensor, scale: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
+    """x [rows, columns] transposed, all of it with one scale, in `out` where it is given: codes [columns, rows up to a multiple of STEP],
+    zeros behind the rows.
+
+    scale: [1] fp32, not below that of any row of x, which `quantise_rows` gives. With inf, infinities are NaN, and the rest is 0.
+    """
+    rows, columns = x.shape
+    found = Quantised.empty(columns, -(-rows // STEP) * STEP, x.device) if out is None else out
+    if kernels_run_on(x, scale):
+        source = aligned(x)
+        if _transposed.takes(source, scale, *found):
+            _transposed(source, scale, *found)
+            return found
+    found.scales.copy_(scale.expand(columns))
+    found.codes[:, :rows].copy_(_coded(x.to(accumulation_dtype(x.dtype)), scale).t())
+    found.codes[:, rows:].copy_(torch.zeros((), dtype=E4M3, device=x.device))
+    return found
+
+
+def _scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """The scales of rows whose largest sizes are these, fp32."""
+    up = (largest.view(torch.int32) + TO_NEXT) & INFINITY
+    return torch.where(up == INFINITY, INFINITY, (up - EIGHT).clamp(min=LEAST)).int().view(torch.float32)
+
+
+def _coded(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The clamp is for what an infinite scale has not made 0: NaN passes it."""
+    return (x * scales.reciprocal()).clamp(-TOP, TOP).to(E4M3)
+
+
+def restored(quantised: Quantised) -> torch.Tensor:
+    """The numbers that codes stand for, in float32."""
+    return quantised.codes.float() * quantised.scales[:, None]
+
+
+def _restored(x: torch.Tensor, factors: torch.Tensor) -> tuple:
+    """For `--check`: both forms of a matrix [rows, columns], multiplied by [columns] factors, so that something is rounded."""
+    found = quantise_rows(x)
+    transposed = restored(quantise_transposed(x, found.scales.amax(0, keepdim=True)))[:, : x.shape[0]]
+    return restored(found) * factors, transposed.t() * factors
+
+
+SELF_CHECKS = {
+    "quantise": lambda i: _restored(i.constant(i.tokens, i.hidden), i.constant(i.hidden)),
+    "quantise, long rows": lambda i: _restored(i.constant(i.tokens, 1536), i.constant(1536)),
+    "quantise, any rows": lambda i: _restored(i.constant(i.tokens, 80), i.constant(80)),
+}
