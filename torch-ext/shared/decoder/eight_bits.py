@@ -11,9 +11,8 @@ be looked through for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB:
 in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing to be seen beside it.
 """
 
-import functools
 import re
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -30,13 +29,13 @@ KINDS = ("bf16", "fp8")  # of products
 FEWEST = 1024
 CAPABILITY = (9, 0)  # of the GPUs on which this was tried
 TORCH, CUDA = (2, 9), (12, 9)  # from which on cuBLAS multiplies with a scale a row
+_devices: Dict[Tuple[str, int], str] = {}  # what `why_not_on` said of each
 
 
 def _numbers(version: Optional[str]) -> Tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version or "")[:2])
 
 
-@functools.lru_cache(maxsize=None)
 def _scales_rows_on_cpu() -> bool:
     codes, scales = torch.zeros((STEP, STEP)).to(torch.float8_e4m3fn), torch.ones((STEP, 1))
     try:
@@ -46,9 +45,8 @@ def _scales_rows_on_cpu() -> bool:
     return True
 
 
-@constant_when_traced
 def why_not_on(kind: str, index: int) -> str:
-    """Why a device, of a type and with an index, has no products in eight bits; "" where it has."""
+    """Why a device, of a type and with an index, has no products in eight bits; "" where it has. It may wait for the device."""
     if _numbers(torch.__version__) < TORCH:
         return f"torch is {torch.__version__}, and they need 2.9"
     if kind == "cuda":
@@ -61,6 +59,14 @@ def why_not_on(kind: str, index: int) -> str:
             return "this package does not ship the kernels that make their operands"
         return why_no_kernels(torch.device(kind, index))
     return "" if kind == "meta" or (kind == "cpu" and _scales_rows_on_cpu()) else f"this torch has none on {kind}"
+
+
+@constant_when_traced
+def _why_not_here(kind: str, index: int) -> str:
+    """`why_not_on`, asked once."""
+    if (kind, index) not in _devices:
+        _devices[kind, index] = why_not_on(kind, index)
+    return _devices[kind, index]
 
 
 def why_not_eight(group: Sequence[Projection], dtype: torch.dtype, tokens: Optional[int] = None) -> str:
@@ -82,7 +88,7 @@ def why_not_eight(group: Sequence[Projection], dtype: torch.dtype, tokens: Optio
     if tokens is not None and tokens * max(first.shape[1], sum([each.weight.shape[0] for each in group])) > INT32_MAX:
         return f"{tokens} tokens at once are more numbers than their kernels count"
     index = first.device.index
-    return why_not_on(first.device.type, 0 if index is None else index)
+    return _why_not_here(first.device.type, 0 if index is None else index)
 
 
 def groups_in_eight(groups: Sequence[Sequence[Projection]], dtype: torch.dtype, x: torch.Tensor) -> Tuple[int, ...]:
@@ -118,7 +124,7 @@ class EightBits:
         self._x, self._w = quantise_rows(x), Quantised.empty(sum(self.rows), x.shape[1], x.device)
         start = 0
         for weight in self.weights:
-            quantise_rows(weight.detach(), self._w.rows(start, start + weight.shape[0]))
+            quantise_rows(weight, self._w.rows(start, start + weight.shape[0]))
             start += weight.shape[0]
         self.scales = self._x.scales, self._w.scales
 
@@ -146,7 +152,7 @@ class EightBits:
         w = Quantised.empty(self.weights[0].shape[1], dy.shape[1], dy.device)
         start = 0
         for weight in self.weights:
-            quantise_transposed(weight.detach(), top, w._replace(codes=w.codes[:, start : start + weight.shape[0]]))
+            quantise_transposed(weight, top, w._replace(codes=w.codes[:, start : start + weight.shape[0]]))
             start += weight.shape[0]
         self._dy = found._replace(codes=found.codes[:0])  # what is left to do reads the scales alone
         return _multiplied(found.codes, w.codes, found.scales, w.scales)
