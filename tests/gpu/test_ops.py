@@ -1,9 +1,11 @@
 """Each operation with the real cubins against float64."""
 
+import importlib
+
 import pytest
 import torch
 
-from tests.ops import adamw, experts, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
+from tests.ops import adamw, eight_bits, experts, linear_cross_entropy, low_rank, quantised, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -139,3 +141,48 @@ def test_low_rank_add(ops, dtype, case):
 
 def test_low_rank_gradients_that_are_left_to_pytorch(ops):
     low_rank.check_what_is_left_to_pytorch(ops, DEVICE)
+
+
+# ---------------------------------------------------------------- products in eight bits
+needs_e4m3 = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="cuTile has no e4m3")
+
+
+@needs_e4m3
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("columns", (*quantised.COLUMNS, 9728, 24576))
+def test_quantised_rows(ops, columns, odd):
+    quantised.check_rows(ops, DEVICE, torch.bfloat16, 33, columns, odd)
+
+
+@needs_e4m3
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("shape", (*quantised.TRANSPOSED, (8192, 1024), (4097, 12288)), ids=str)
+def test_quantised_transposed(ops, shape, odd):
+    quantised.check_transposed(ops, DEVICE, torch.bfloat16, *shape, odd)
+
+
+@needs_e4m3
+def test_quantised_parts(ops):
+    quantised.check_rows_into(ops, DEVICE, torch.bfloat16, 5, 512)
+    quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144)
+
+
+@pytest.fixture
+def in_eight_bits(ops):
+    module = importlib.import_module(f"{ops.__name__}.shared.decoder.eight_bits")
+    if reason := module.why_not_on("cuda", torch.cuda.current_device()):
+        pytest.skip(reason)
+    return ops
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("tokens", (512, 500))
+@pytest.mark.parametrize("which", range(3))
+def test_products_in_eight_bits(in_eight_bits, which, tokens, bias):
+    eight_bits.check_products(in_eight_bits, DEVICE, tokens, which, bias)
+
+
+@pytest.mark.parametrize("check", (eight_bits.check_parts, eight_bits.check_odd_inputs, eight_bits.check_odd_gradients,
+                                   eight_bits.check_zero_rows))  # fmt: skip
+def test_what_is_odd_in_eight_bits(in_eight_bits, check):
+    check(in_eight_bits, DEVICE)

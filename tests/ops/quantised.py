@@ -195,4 +195,4 @@ MUTANTS = [
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-GPU_TESTS = {"quantise": ("test_ops.py::test_quantise",)}
+GPU_TESTS = {"quantise": ("test_ops.py::test_quantised",)}

@@ -1,5 +1,6 @@
 """What changes in a model is captured anew, and only that."""
 
+import importlib
 import sys
 
 import pytest
@@ -175,3 +176,23 @@ def test_under_fsdp1(package, tiny_model, first, flat):
                 loss.backward()
                 torch.testing.assert_close(loss, expected)
         assert Rerun.replays == before
+
+
+def test_products_in_eight_bits_are_captured_and_other_products_are_recorded_anew(package, tiny_model, family, monkeypatch):
+    if family[0] not in ("qwen3", "llama", "qwen2"):
+        pytest.skip("it has no dense layers that are fused whole")
+    monkeypatch.setattr(importlib.import_module(f"{package.__name__}.shared.decoder.eight_bits"), "FEWEST", 16)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    models = [tiny_model(torch.bfloat16, **sizes) for _ in range(3)]
+    for model, products in zip(models, ("fp8", "fp8", "bf16"), strict=True):
+        package.kernelize(model, products=products)
+    model, plain, in_bf16 = models
+    package.capture(model, *SHAPE)
+    for seed, graphs in enumerate((0, whole(), whole())):
+        assert compare(model, plain, seed) == graphs
+    with pytest.raises(AssertionError):
+        compare(plain, in_bf16)
+    for layer in model.model.layers:
+        vars(layer)["_bastile_products"] = "bf16"
+    for seed, graphs in enumerate((0, whole(), whole())):
+        assert compare(model, in_bf16, seed) == graphs

@@ -12,6 +12,7 @@ from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
 from .graphed_layers import autocast_dtype
 from .masks import Visible
 from .modules import all_are_listened_to
+from .products import products_of
 from .watch import HOOKS, SIMPLE
 
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
@@ -48,7 +49,7 @@ def obstacle(layer, x, args) -> Optional[Reason]:
 
 def described(layer, x, kwargs):
     """(key, tensors, reason) of a layer's arguments: what has to be equal for a replay, and the tensors that are copied for it."""
-    key: list = [x.shape, x.dtype, x.device, x.requires_grad]
+    key: list = [x.shape, x.dtype, x.device, x.requires_grad, products_of(layer)]
     key.append(autocast_dtype(x.device.type))
     tensors: list = []
     planned = is_planned(layer, kwargs)
