@@ -93,6 +93,8 @@ RUNS = {
                    shows="qwen3_step"),
     "steps_compiled": steps("--tokens", "512,1024,2048,4096,8192", "--providers", "torch_compile", seconds=100, shows="qwen3_step"),
     "steps_captured": steps("--tokens", "256,512,1024,2048", "--providers", "bastile_captured", seconds=40, shows="qwen3_step"),
+    "steps_fp8": steps("--tokens", "2048,4096,8192", "--providers", "bastile_fp8", seconds=60, shows="qwen3_step"),
+    "lora_fp8": steps(*LORA, "--providers", "bastile_fp8", module="benchmark.benchmark_lora", seconds=60, shows="as_trained"),
     "steps_long": steps("--tokens", "16384,18432,20480,24576,26624", "--providers", "huggingface,liger,bastile,bastile_adamw",
                         measured=LONG, seconds=340, shows="qwen3_step"),
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),

@@ -57,6 +57,7 @@ def attention_of(provider: str) -> str | None:
 # What providers of ours ask of `apply`.
 OPTIONS = {
     "bastile_recompute": {"recompute_mlp": True},
+    "bastile_fp8": {"products": "fp8"},
     "bastile_keep_attention": {"keep_attention": True},
     "bastile_trl_head": {"log_probs": False},
 }
@@ -140,7 +141,7 @@ QWEN3 = Family(
     package=suites.QWEN3.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen",
                "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured",
-               "bastile_recompute", "bastile_keep_attention", "bastile_trl_head", "unsloth"),
+               "bastile_recompute", "bastile_keep_attention", "bastile_fp8", "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),

@@ -56,6 +56,7 @@ PROVIDERS = {
     "bastile_keep_attention": Provider(
         "Bastile, keep_attention", {"color": "#D55E00", "marker": "<", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
     ),
+    "bastile_fp8": Provider("Bastile in eight bits", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
     "bastile_trl_head": Provider("Bastile with TRL's head", {"color": "#D55E00", "marker": "p", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),

@@ -17,7 +17,7 @@ memory: what one leaves free the next one uses, and the output of one is where t
 """
 
 import enum
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
@@ -26,9 +26,6 @@ from .graph_memory import InputBuffer
 from .graphed_checkpoints import is_checkpointed, without_hooks
 from .graphed_layers import GraphedLayers, Handover, Observed, Outputs, autocast_dtype, run, without_tensors
 from .layer_calls import is_planned, read_by_layer
-
-if TYPE_CHECKING:
-    from .capture import Model
 
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
 REPLAYS = 16
@@ -44,9 +41,9 @@ class State(enum.Enum):
 
 
 class Kind:
-    """A kind of training pass, by what its first layer gets."""
+    """A kind of training pass, by what its first layer gets. model: the `Model` of capture.py that has it."""
 
-    def __init__(self, model: "Model"):
+    def __init__(self, model: Any):
         self.model = model
         self.state = State.UNSEEN
         self.obstacle: Optional[Reason] = None  # why it is REFUSED
