@@ -522,10 +522,19 @@ def test_kernels_own_benchmark_is_run_as_the_pages_say():
     assert "--branch" in done.stdout and "repo_id" in done.stdout, done.stderr
 
 
+def anchors(text: str) -> set[str]:
+    """What a link may name after `#`, as GitHub makes it of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", DOCUMENTS[name]):
-        assert target.startswith("https://") or (ROOT / name).parent.joinpath(target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", re.sub(r"`[^`\n]*`", "", DOCUMENTS[name])):
+        if not target.startswith("https://"):
+            path = (ROOT / name).parent.joinpath(target) if target else ROOT / name
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
