@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import sys
 import warnings
@@ -333,3 +334,42 @@ def test_trainer(ops, tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     assert trained(True) == trained(False)
+
+
+def of_two_texts(seed, tokens, packs):
+    """A batch of two texts of so many tokens in all, whose lengths the seed sets: in one row, or in two with padding."""
+    first = int(torch.randint(tokens // 4, tokens // 2, (1,), generator=torch.Generator().manual_seed(seed)))
+    if packs:
+        ids = batch(seed, (1, tokens))
+        positions = torch.cat((torch.arange(first), torch.arange(tokens - first)))[None]
+        return {"input_ids": ids, "labels": ids, "position_ids": positions.cuda()}
+    mask = (torch.arange(tokens - first) < torch.tensor((first, tokens - first))[:, None]).long().cuda()
+    ids = batch(seed, tuple(mask.shape))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+
+
+@pytest.mark.parametrize("checkpoints", (False, True), ids=("plain", "checkpointed"))
+@pytest.mark.parametrize("packs", (False, True), ids=("padded", "packed"))
+def test_lengths_that_come_again_have_the_same_bits(ops, packs, checkpoints):
+    """Without a shape, of other texts each time; the longest row is recorded last, and needs more room than the pool had."""
+    model = tiny_model(torch.bfloat16, **SIZES).cuda()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = ops.kernelize(copy.deepcopy(model))
+    ops.capture(ops.kernelize(model))
+
+    def step(of, inputs):
+        of.zero_grad()
+        of(**inputs, use_cache=False).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in of.named_parameters()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for seed in range(5):
+            for tokens in (512, 768, 1024):
+                inputs = of_two_texts(seed, tokens, packs)
+                assert_equal(step(model, inputs), step(plain, inputs))
+    for tokens in (512, 768, 1024):
+        inputs = of_two_texts(9, tokens, packs)
+        assert launches_of_graphs(functools.partial(step, model, inputs)) == 2 * 2
+    ops.reset()
