@@ -78,8 +78,8 @@ DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "sm
 UNSLOTH = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b")  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
 TRAINED = ("--warmup", "4", "--steps", "10", "--rounds", ROUNDS)
-TRAINERS = {"padded": (("--lora", "16"), 270), "packed": (("--lora", "16", "--packing"), 270), "full_padded": ((), 300),
-            "full_packed": (("--packing",), 300)}
+TRAINERS = {"padded": (("--lora", "16"), 420), "packed": (("--lora", "16", "--packing"), 500), "full_padded": ((), 420),
+            "full_packed": (("--packing",), 500)}
 # Of Qwen3's all but log-probabilities, which are a run of their own.
 OPERATIONS = ("rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention")
 DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
@@ -100,8 +100,8 @@ RUNS = {
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),
     "lora_recompute": steps(*LORA, "--providers", "bastile_recompute", module="benchmark.benchmark_lora", seconds=60, shows="as_trained"),
     "lora_unsloth": steps(*LORA, "--providers", "unsloth", module="benchmark.benchmark_lora", seconds=280, shows="as_trained"),
-    **{f"sft_{name}": steps(*arguments, *PEERS, module="benchmark.benchmark_trainers", measured=TRAINED, seconds=seconds, shows="trainers")
-       for name, (arguments, seconds) in TRAINERS.items()},
+    **{f"sft_{name}": steps(*arguments, "--providers", "huggingface,liger,bastile,bastile_captured", module="benchmark.benchmark_trainers",
+                            measured=TRAINED, seconds=seconds, shows="trainers") for name, (arguments, seconds) in TRAINERS.items()},
     "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),
     "padded": steps(*MASKED, "--rows", "4", "--padding", "0.2", seconds=150, shows="masked"),
     "moe": steps(*MOE, "--tokens", "4096,8192", seconds=350, shows="qwen3_moe_step"),

@@ -3,7 +3,8 @@
     python -m benchmark.benchmark_trainers [--model qwen3_1.7b] [--lora 16] [--packing]
 
 Random weights in bf16, batches of four texts, accumulated over two of them, gradient checkpointing. Padded batches, TRL's default, have a
-length that hardly ever comes again; `--packing` fills rows up. Speed is in tokens of texts, without padding. Otherwise as steps.py.
+length that hardly ever comes again; `--packing` fills rows up. Speed is in tokens of texts, without padding. bastile_captured has lengths
+captured as they come, in 100 steps of other texts before. Otherwise as steps.py.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import gc
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ if not __package__:  # run as a file
 from . import families, steps
 from .benchmark_qwen3 import Qwen3StepBenchmark
 from .memory import GiB
-from .providers import is_ours, require_modules
+from .providers import is_ours, package, require_modules
 from .step_results import Results
 from .stepping import LOSSES, Recipe, child
 from .trl_losses import tokenizer
@@ -33,12 +35,13 @@ from .trl_losses import tokenizer
 ROWS, ACCUMULATED = 4, 2  # texts or rows of a forward pass, and passes of a step
 MEAN, SHORTEST = 450, 30  # of the texts' lengths, which are distributed exponentially
 PROFILED = 3  # steps after the timed ones, whose kernels are added up
+AHEAD = 100  # more steps before the timed ones where lengths are captured as they come: a training has thousands
 PROVIDERS = ("huggingface", "liger", "bastile")
 
 
-def texts(count: int, longest: int, vocab: int) -> dict[str, list[list[int]]]:
+def texts(count: int, longest: int, vocab: int, seed: int = 0) -> dict[str, list[list[int]]]:
     """Return texts of random tokens, the same for every provider."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     lengths = torch.rand(count, generator=generator).mul(-1).log1p().mul(-MEAN).long().clamp(min(SHORTEST, longest), longest)
     return {"input_ids": [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in lengths.tolist()]}
 
@@ -78,7 +81,8 @@ def timed_by(stepper: "TrainerStepper"):
 
 @dataclass
 class TrainerStepper:
-    """Measures a trainer, which it makes anew for each length. packing: whether TRL fills rows up with texts."""
+    """Measures a trainer, which it makes anew for each length. packing: whether TRL fills rows up with texts; capture: the function that
+    captures the trained model, where it is."""
 
     model: Any
     recipe: Recipe
@@ -86,6 +90,7 @@ class TrainerStepper:
     liger: bool
     packing: bool
     vocab: int
+    capture: Callable | None = None
     rank: int = 0
 
     @property
@@ -106,12 +111,18 @@ class TrainerStepper:
         from trl import SFTConfig, SFTTrainer
 
         gc.collect()
+        ahead = AHEAD if self.capture else 0
         count = warmup + steps + (PROFILED if self.cuda else 0)
-        per_step = ROWS * ACCUMULATED
-        data = texts(per_step * count * (tokens // MEAN + 1 if self.packing else 1), tokens, self.vocab)
+        per_step = ROWS * ACCUMULATED * (tokens // MEAN + 1 if self.packing else 1)
+        data = texts(per_step * count, tokens, self.vocab)
+        data["input_ids"] = texts(per_step * ahead, tokens, self.vocab, seed=1)["input_ids"] + data["input_ids"]
+        warmup, count = warmup + ahead, count + ahead
         noted, seen = timed_by(self)(warmup, steps), []
 
         class Trainer(SFTTrainer):
+            def _get_train_sampler(self, dataset: Any = None):  # so that the timed batches are the same for all
+                return torch.utils.data.SequentialSampler(self.train_dataset if dataset is None else dataset)  # type: ignore[arg-type]
+
             def training_step(self, model, inputs, *args, **kwargs):
                 mask = inputs.get("attention_mask")
                 seen.append(inputs["input_ids"].numel() if mask is None else mask.sum())
@@ -128,6 +139,8 @@ class TrainerStepper:
                 model=self.model, args=config, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
                 callbacks=[noted], peft_config=self.recipe.peft_config(),
             )  # fmt: skip
+            if self.capture:
+                self.capture(trainer.model)
             with contextlib.redirect_stdout(sys.stderr):  # where the log of each step goes otherwise, among the reports
                 trainer.train()
         ms = [1e3 * (after - before) for before, after in zip(noted.ends, noted.ends[1:])]
@@ -137,7 +150,7 @@ class TrainerStepper:
             "ms": ms[warmup : warmup + steps],
             "first_ms": ms[0],
             "peak_gib": noted.peak,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][:LOSSES],
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and not ahead][:LOSSES],  # of the same texts
             "parts": {} if noted.device_ms is None else {"device": noted.device_ms},
             "real": sum(timed) / steps,
         }
@@ -173,7 +186,8 @@ def build(args) -> TrainerStepper:
     family = families.family_of(args.model)
     model = family.new_model(args, args.device)
     families.fill(model)
-    return TrainerStepper(model, steps.recipe_of(args), args.device, args.child == "liger", args.packing, model.config.vocab_size)
+    capture = package(family.package).capture if args.child == "bastile_captured" else None
+    return TrainerStepper(model, steps.recipe_of(args), args.device, args.child == "liger", args.packing, model.config.vocab_size, capture)
 
 
 def main(arguments=None):

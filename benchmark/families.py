@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def attention_of(provider: str) -> str | None:
 
 
 # What providers of ours ask of `apply`.
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "bastile_recompute": {"recompute_mlp": True},
     "bastile_fp8": {"products": "fp8"},
     "bastile_keep_attention": {"keep_attention": True},

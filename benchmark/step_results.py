@@ -169,7 +169,7 @@ class Results:
         measured = {p: self.steps[p, tokens] for p in self.args.providers if (p, tokens) in self.steps and not self.steps[p, tokens].error}
         base = next((p for p in measured if p.startswith("huggingface")), None)
         for provider, found in measured.items() if base else ():
-            if provider != base:
+            if provider != base and found.losses:
                 apart = max(abs(a - b) for a, b in zip(found.losses, measured[base].losses, strict=False))
                 log(f"  {tokens:>8} tokens: {provider}'s first losses are within {apart:.4f} of {base}'s")
 

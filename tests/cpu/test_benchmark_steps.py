@@ -8,6 +8,7 @@ import math
 import runpy
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -116,6 +117,19 @@ def test_steps_of_a_trainer(packing, tmp_path, in_this_process):
     assert 240 <= found.real[64] <= 512  # of eight rows of at most 64 tokens, and at least 30
     [file] = (tmp_path / "cpu").glob("*.csv")
     assert file.stem == f"qwen3_sft_lora_2_checkpointing_{'packed' if packing else 'padded'}"
+
+
+def test_a_captured_trainer_has_more_steps_ahead(tmp_path, in_this_process, monkeypatch):
+    """In which lengths come again; the timed batches are those of the other providers."""
+    pytest.importorskip("trl")
+    captured = []
+    monkeypatch.setattr(benchmark_trainers, "AHEAD", 2)
+    monkeypatch.setattr(benchmark_trainers, "package", lambda folder: types.SimpleNamespace(capture=captured.append))
+    arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "2"]
+    found = benchmark_trainers.main([*arguments, "--providers", "huggingface,bastile,bastile_captured", "--results", str(tmp_path)])
+    plain, ours = (found.steps[provider, 64] for provider in ("bastile", "bastile_captured"))
+    assert len(captured) == 1 and len(plain.ms) == len(ours.ms) == 2
+    assert len(plain.losses) == 3 and ours.losses == [], "of other texts they would be compared with"
 
 
 @pytest.mark.parametrize(("model", "layers", "name"), (("gemma_tiny", "2", "dense_step"), ("qwen3.5_tiny", "4", "qwen3_5_step")))
