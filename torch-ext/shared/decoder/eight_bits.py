@@ -25,8 +25,8 @@ from .projection import FourBitWeight, Group, Projection
 
 BF16 = torch.bfloat16
 KINDS = ("bf16", "fp8")  # of products
-# Of tokens. The twelve products of a layer of Qwen3-8B, quantising included, take 0.68 of bf16's time at 8192 tokens on an H200, 0.87 at 2048
-# and 1.09 at 1024.
+# Of tokens. The twelve products of a layer of Qwen3-8B, quantising included, take 0.68 of bf16's time at 8192 tokens on an H200, 0.87 at
+# 2048 and 1.09 at 1024.
 FEWEST = 2048
 CAPABILITY = (9, 0)  # of the GPUs on which this was tried
 TORCH, CUDA = (2, 9), (12, 9)  # from which on cuBLAS multiplies with a scale a row
