@@ -135,19 +135,34 @@ def build(
     variants = read_variants(operations(package.folder) if names is None else names)
     if like:
         variants = variants_of(variants, like, targets)
-    total = sum(len(targets_of(variant, targets)) for _, variant in variants)
-    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        images = compile_all(jobs_of(variants, targets, progress), progress, workers, total, at_home=not like)
-    if targets == TARGETS:
-        check_reasons(images)
+    images = images_of(variants, targets, console, workers, at_home=not like)
     if not recording and not like:
         check_spills(images, read_spills())
     files = pack(package, variants, targets, images)
     write_folder(package.sources / "cubins", files)
     console.print(summary(variants, images, files, package.name))
-    console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")
+    console.print(f"{len(images)} cubins in {time.monotonic() - start:.0f} s")
     return spills_of(images)
+
+
+def images_of(variants: "Variants", targets: Targets, console: Console, workers: int, at_home: bool = True) -> dict[Job, bytes]:
+    """The image of every variant for its targets, with a bar that shows how far it is. at_home: as of `compile_all`. Raises BuildError."""
+    total = sum(len(targets_of(variant, targets)) for _, variant in variants)
+    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        images = compile_all(jobs_of(variants, targets, progress), progress, workers, total, at_home)
+    if targets == TARGETS:
+        check_reasons(images)
+    return images
+
+
+def record_some(names: list[str], console: Console, workers: int) -> None:
+    """Compiles some operations for every target, and records that, without a package. Raises BuildError."""
+    variants = read_variants(names)
+    images = images_of(variants, TARGETS, console, workers)
+    mine = {variant.name for _, variant in variants}
+    record(names, compiler.compiler_identity())
+    record_spills({name: found for name, found in read_spills().items() if name not in mine} | spills_of(images))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,7 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
     parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
     parser.add_argument("--like", default="", help="build the variants of this architecture, e.g. sm_120, to try them on another one's GPU")
-    parser.add_argument("--record", action="store_true", help="note for the tests that these kernels compile for every target")
+    note = "note for the tests that these kernels compile for every target; with names, e.g. 'scale,rms_norm', of these operations alone"
+    parser.add_argument("--record", nargs="?", const="all", metavar="OPERATIONS", help=note)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     if options.record and (options.targets or options.here):
@@ -166,6 +182,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--like wants --here or --targets: nobody is to get such a build")
     console = Console()
     try:
+        if options.record not in (None, "all"):
+            record_some(options.record.split(","), console, options.workers)
+            return 0
         targets = targets_here() if options.here else parse_targets(options.targets)
         packages = [read_package(folder) for folder in package_folders(options.package)]
         spills: dict[str, dict[str, int]] = {} if options.package is None else read_spills()
@@ -174,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             build(whole_package(), targets, console, options.workers, like=options.like, names=names)
             return 0
         for package in packages:
-            spills |= build(package, targets, console, options.workers, options.record, options.like)
+            spills |= build(package, targets, console, options.workers, bool(options.record), options.like)
         if options.record:
             for package in packages:
                 files_of_build(package, "cuda")  # raises where a package has become larger than its users are to download
