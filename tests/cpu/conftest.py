@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import heap, whole
+from tests import heap, settled, whole
 from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
@@ -30,6 +30,7 @@ _file_of_last_test = None
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     whole.mark(items)
+    settled.mark(items)
 
 
 def pytest_runtest_setup(item):

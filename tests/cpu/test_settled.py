@@ -1,0 +1,66 @@
+"""Which tests of what lies below hf/ `make test` leaves out, and when it does not."""
+
+import re
+import shutil
+
+import pytest
+
+from tests import settled
+from tests.cpu.conftest import REPOSITORY as ROOT
+from tests.cpu.test_whole import Item
+from tests.verdicts import WHOLE
+
+KINDS = (
+    "interpreter/memory.py",
+    "kernel_src/rms_norm.py",
+    "torch-ext/shared/runtime/launch.py",
+    "torch-ext/shared/ops/swiglu.py",
+    "torch-ext/shared/decoder/node.py",
+    "torch-ext/qwen3/__init__.py",
+    "tests/ops/rms_norm.py",
+    "tests/cpu/test_kernels.py",
+)
+
+
+@pytest.mark.parametrize("file", settled.SETTLED)
+def test_every_test_is_there(file):
+    text = (ROOT / "tests/cpu" / file).read_text()
+    for function in settled.SETTLED[file].split():
+        assert re.search(rf"^def test_{function}\(", text, re.M), function
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of all files that count."""
+    folder = tmp_path_factory.mktemp("tree")
+    named = [path.relative_to(ROOT) for pattern in settled.NAMED for path in ROOT.glob(pattern)]
+    for path in [*(part.removesuffix(f":{WHOLE}") for part in settled.parts()), *named]:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    return folder
+
+
+@pytest.mark.parametrize("path", (*KINDS, "packages/liger/kernels.toml"))
+def test_a_change_of_any_kind_of_file_runs_the_tests_again(tree, path):
+    before, text = settled.digest(tree), (tree / path).read_text()
+    assert before == settled.digest()
+    try:
+        (tree / path).write_text(f"{text}\nADDED = 1\n")
+        assert settled.digest(tree) != before
+        if path.endswith(".py"):
+            (tree / path).write_text(f"{text}\n# a remark\n")
+            assert settled.digest(tree) == before
+    finally:
+        (tree / path).write_text(text)
+
+
+@pytest.mark.parametrize("recorded", (True, False))
+def test_only_settled_tests_are_left_out_and_only_while_nothing_has_changed(recorded, monkeypatch, tmp_path):
+    settled.is_current.cache_clear()
+    monkeypatch.setattr(settled, "RECORD", tmp_path / "settled.txt")
+    (tmp_path / "settled.txt").write_text(f"{settled.digest() if recorded else 'another'}\n")
+    names = "kernels.py::test_rotary", "operations.py::test_operation", "operations.py::test_a_gpu_runs", "saving.py::test_a"
+    items = [Item(f"tests/cpu/test_{name}", dtype="bf16") for name in names]
+    settled.mark(items)
+    settled.is_current.cache_clear()
+    assert [bool(item.marks) for item in items] == [recorded, recorded, False, False]

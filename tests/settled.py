@@ -1,0 +1,84 @@
+"""Tests of what lies below hf/: their outcome follows from files alone, so `make test` leaves them out while these are what they were when
+the tests last passed. `make test-rest` has them in any case. `python -m tests.settled` runs them, and records the digest of the files.
+
+The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the names that the packages offer, the
+tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and docstrings do not count.
+"""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.verdicts import ROOT, WHOLE, Sources, imported, releases
+
+RECORD = ROOT / "tests/settled.txt"
+# By file below tests/cpu: the functions without "test_", "" for all of them.
+SETTLED = {
+    "test_operations.py": "operation without_gradients_and_under_transforms a_second_derivative_is_refused torch_compile",
+    **dict.fromkeys(
+        ("test_kernels.py", "test_properties.py", "test_alignment.py", "test_slabs.py", "test_one_dimension.py", "test_sizes.py",
+         "test_large_logits.py", "test_large_values.py", "test_wrong_input.py", "test_gated_delta.py", "test_delta_work.py",
+         "test_short_conv.py", "test_attention_kernels.py", "test_attention.py", "test_log_probs.py", "test_chunked_losses.py",
+         "test_ignored_tokens.py", "test_loss_options.py", "test_ops.py", "test_loss.py", "test_expert_ids.py"),
+        "",
+    ),
+}  # fmt: skip
+# What they run besides what they import: of the package, and what makes the fixtures and the builds that they load.
+BELOW = ("interpreter/*.py", "kernel_src/*.py", *(f"torch-ext/shared/{part}/*.py" for part in ("runtime", "ops", "decoder")),
+         "torch-ext/qwen3/*.py", "packages/*/torch-ext/*/*.py", "tests/conftest.py", "tests/cpu/conftest.py")  # fmt: skip
+NAMED = "kernels.toml", "packages/*/kernels.toml"  # no Python
+
+
+def parts(root: Path = ROOT) -> set[str]:
+    """The files, as `Sources.digest` takes them."""
+    tests = {path for name in SETTLED for path in imported(f"tests/cpu/{name}")}
+    found = {str(path.relative_to(root)) for pattern in BELOW for path in root.glob(pattern)}
+    return {f"{path}:{WHOLE}" for path in tests | found}
+
+
+def digest(root: Path = ROOT) -> str:
+    """Changes with whatever the outcome of the tests follows from."""
+    named = {str(path.relative_to(root)): path for pattern in NAMED for path in root.glob(pattern)}
+    contents = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in named.items()}
+    return Sources(root).digest(parts(root), releases() | contents)
+
+
+@functools.cache
+def is_current() -> bool:
+    """Tells whether the files are those with which the tests were recorded as passed."""
+    return RECORD.exists() and RECORD.read_text().strip() == digest()
+
+
+def is_settled(name: str) -> bool:
+    """Tells whether a test is among these. name: its node's, without parameters."""
+    file, _, function = name.removeprefix("tests/cpu/").partition("::")
+    functions = SETTLED.get(file)
+    return functions is not None and (not functions or function.removeprefix("test_") in functions.split())
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Marks the tests that are for `make test-rest` alone while nothing has changed."""
+    for item in items:
+        if is_settled(item.nodeid.partition("[")[0]) and is_current():
+            item.add_marker(pytest.mark.whole)
+
+
+def main() -> int:
+    """Runs the tests, and records that they passed."""
+    before = digest()
+    files = [f"tests/cpu/{name}" for name in SETTLED]
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-n", "auto", "--dist", "worksteal", *sys.argv[1:]]
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    if status == 0:
+        RECORD.write_text(f"{before}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
