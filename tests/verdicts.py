@@ -56,6 +56,7 @@ def _pieces(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, a
                 yield target.id, node
 
 
+@functools.cache
 def pieces(text: str) -> dict[str, str]:
     """Digests of the parts of a source, by their names after the colon. Comments, docstrings and empty lines are left out. What is outside
     of functions has the names of methods with it: a new one may replace another class's."""
