@@ -126,7 +126,7 @@ def trainers(rows: list[Row]):
     names = columns_of(row for mine in found.values() for row in mine.values())
     if "bastile" not in names:
         return None
-    figure, (axes,) = figure_of(1, 1.2 + 0.34 * len(names) * len(found))
+    figure, (axes,) = figure_of(1)
     figure.set_size_inches(8, 1.2 + 0.3 * len(names) * len(found))
     longest = max(row.y_value_50 or 0 for mine in found.values() for row in mine.values())
     height = 0.8 / len(names)
@@ -136,7 +136,7 @@ def trainers(rows: list[Row]):
         axes.barh(places, rates, height * 0.9, label=providers.title(p), color=PROVIDERS[p].style["color"])
         gains = [times_faster(parts_of(shown[what])[0], p) if is_ours(p) else "" for what, mine in found.items() if p in mine]
         for place, rate, gain in zip(places, rates, gains):
-            axes.text(rate + longest * 0.01, place, f"{rate:,.0f}" + (f", {gain} the next" if gain else ""), va="center", fontsize=8)
+            axes.text(rate + longest * 0.01, place, f"{rate:,.0f}" + (f" ({gain})" if gain else ""), va="center", fontsize=8)
     axes.set_yticks(range(len(found)), [what.replace(", ", ",\n").replace(" (", "\n(") for what in found])
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.25)
@@ -145,7 +145,7 @@ def trainers(rows: list[Row]):
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle("Qwen3-1.7B in TRL's SFTTrainer, on one H200", fontsize=11)
+    figure.suptitle("Qwen3-1.7B in TRL's SFTTrainer, on one H200 (×: beside the fastest peer)", fontsize=11)
     return figure
 
 

@@ -66,8 +66,8 @@ def main(arguments=None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         failed = sweep(list(args.tokens), others, Path(folder))
         into = results_folder(args)
-        for tokens in sorted(set(args.tokens) - set(failed)):
-            if into is not None:
+        if into is not None:
+            for tokens in sorted(set(args.tokens) - set(failed)):
                 records.merge(Path(folder) / str(tokens), into)
     if failed:
         log(f"failed: {', '.join(map(str, sorted(failed)))} tokens")

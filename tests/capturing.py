@@ -110,3 +110,14 @@ LAYERS = 2
 def whole(layers=LAYERS):
     """The number of graphs of a training step."""
     return 2 * -(-layers // Rerun.together)
+
+
+def check_two_forward_passes(model, plain):
+    """Before their backward passes: the gradients are those of the plain model, and the next pass is replayed."""
+    for m in (model, plain):
+        m.zero_grad()
+        losses = [loss_of(m, seed) for seed in (5, 6)]
+        sum(losses).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    assert replays_of(lambda: gradients(model)) == whole()

@@ -170,7 +170,7 @@ def test_plots(results):
 
 
 def overlapping(figure) -> list[tuple[str, str]]:
-    """Pairs of texts of a figure that lie over each other, and texts that reach out of it."""
+    """Pairs of texts of a figure that lie over each other, and texts that reach out of it, or out of the axes that they are written in."""
     figure.canvas.draw()
     beyond = set()  # ticks beyond the ends of an axis, which are not drawn
     for axes in figure.axes:
@@ -180,8 +180,9 @@ def overlapping(figure) -> list[tuple[str, str]]:
     shown = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip() and text not in beyond]
     boxes = [(text.get_text(), text.get_window_extent()) for text in shown]
     found = [(a, b) for number, (a, box) in enumerate(boxes) for b, other in boxes[number + 1 :] if box.overlaps(other)]
-    whole = figure.bbox
-    outside = [box.x0 < whole.x0 or box.x1 > whole.x1 or box.y0 < whole.y0 or box.y1 > whole.y1 for _, box in boxes]
+    around = {text: axes.bbox for axes in figure.axes for text in axes.texts}
+    frames = [around.get(text, figure.bbox) for text in shown]
+    outside = [box.x0 < whole.x0 or box.x1 > whole.x1 or box.y0 < whole.y0 or box.y1 > whole.y1 for (_, box), whole in zip(boxes, frames)]
     return found + [(text, "the edge") for (text, _), out in zip(boxes, outside) if out]
 
 

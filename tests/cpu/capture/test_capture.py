@@ -14,6 +14,7 @@ from tests.capturing import (
     assert_equal,
     batch,
     captured,
+    check_two_forward_passes,
     compare,
     gradients,
     loss_of,
@@ -71,13 +72,7 @@ def test_training_with_an_optimizer(package, tiny_model):
 
 def test_two_forward_passes_before_their_backward_passes(package, tiny_model):
     model, plain = captured(package, tiny_model())
-    for m in (model, plain):
-        m.zero_grad()
-        losses = [loss_of(m, seed) for seed in (5, 6)]
-        sum(losses).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad)
-    assert replays_of(lambda: gradients(model)) == whole()
+    check_two_forward_passes(model, plain)
 
 
 def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package, tiny_model):

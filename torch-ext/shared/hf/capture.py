@@ -247,8 +247,8 @@ def capture(
 
 
 class Captured(NamedTuple):
-    """What `capture` without a shape came to. sizes: with graphs; seen: all kinds of passes; share: of the passes that were of the former;
-    nbytes: of the graphs' memory."""
+    """Holds how much of a training `capture` without a shape replays. sizes: how many have graphs; seen: how many kinds of passes there
+    were; share: of all passes, those of a size that has graphs; nbytes: the memory that the graphs take."""
 
     sizes: int
     seen: int
@@ -257,7 +257,7 @@ class Captured(NamedTuple):
 
 
 def captured_sizes(layer: nn.Module) -> Optional[Captured]:
-    """What became of the sizes of a layer's model; None where `capture` was not asked for them."""
+    """Returns what is captured of the sizes of a layer's model; None unless `capture` was called without a shape."""
     place = layer.__dict__.get(GRAPHS)
     if place is None or place.model.sizes is None:
         return None

@@ -79,8 +79,7 @@ class Kind:
         return ObservedPass(self)
 
     def end_observation(self, observed: List[Observed], examples: List[torch.Tensor]) -> None:
-        self.state, self.observed = State.OBSERVED, observed
-        self.examples = examples
+        self.state, self.observed, self.examples = State.OBSERVED, observed, examples
 
     def outputs_are_used_between(self) -> None:
         """Gives each layer graphs of its own from the next recording on."""
@@ -215,5 +214,5 @@ class ReplayedPass:
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    """What changes when random numbers are drawn."""
+    """Returns the generator's state, which every draw of random numbers changes."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

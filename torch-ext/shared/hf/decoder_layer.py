@@ -258,8 +258,9 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
         dtype = product_dtype(x) if wider else x.dtype
         found = projections(linears, dtype, wider)
         if found is not None:
-            dense = not is_sparse(_parts(layer)[family.block])
-            kind = products_of(layer) if dense else "bf16"
+            kind = products_of(layer)
+            if kind != "bf16" and is_sparse(_parts(layer)[family.block]):
+                kind = "bf16"
             return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype, kind)
     normed = x if norm is None else rms_norm(spec.norm, x, weight_of(norm))
     projected = [linear(normed) for linear in linears]
