@@ -23,10 +23,10 @@ def everything():
 
 
 PLACES = (
-    ("shared.hf.experts", ("experts",)),
-    ("shared.hf.forwards", ("rotary", "rms_norm", "mlp")),
-    ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-    ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_mlp", "norm_experts", "add_rms_norm")),
+    ("shared.hf.family.experts", ("experts",)),
+    ("shared.hf.family.forwards", ("rotary", "rms_norm", "mlp")),
+    ("shared.hf.model.causal_lm", ("linear_cross_entropy",)),
+    ("shared.hf.layer.decoder_layer", ("norm_attention_inputs", "norm_mlp", "norm_experts", "add_rms_norm")),
 )
 
 

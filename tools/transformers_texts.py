@@ -1,6 +1,6 @@
 """Records what releases of transformers say in the functions that the layers stand in for or rely on.
 
-    python -m tools.transformers_texts 5.25.0        downloads releases and records them: torch-ext/shared/hf/known_texts.json and docs
+    python -m tools.transformers_texts 5.25.0        downloads releases and records them in shared/hf/family/known_texts.json and docs
     python -m tools.transformers_texts --add transformers.models.x.modeling_x XRMSNorm.forward XAttention.forward apply_rotary_pos_emb
                                                      records texts of a new family, in every tested release
     python -m tools.transformers_texts --check       says which texts of the installed release are not known
@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = ROOT / "torch-ext/shared/hf/known_texts.json"
+KNOWN = ROOT / "torch-ext/shared/hf/family/known_texts.json"
 DOCUMENT = ROOT / "docs/integrations.md"
 ENVIRONMENTS = ROOT / "tests/environments.py"
 WHEELS = ROOT / ".cache/transformers"
-fingerprints: Callable = runpy.run_path(str(KNOWN.with_name("fingerprint.py")))["fingerprints"]
+fingerprints: Callable = runpy.run_path(str(KNOWN.parents[1] / "parts/fingerprint.py"))["fingerprints"]
 Texts = dict[str, dict[str, dict[str, str]]]  # module -> name -> the first release with a text -> its fingerprint
 
 

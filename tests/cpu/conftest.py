@@ -68,7 +68,7 @@ def in_force() -> set:
     for name, module in list(sys.modules.items()):
         calls = getattr(module, "_calls", None) if name.endswith(".api") and name.count(".") == 1 else None
         for targets in getattr(calls, "families", ()):
-            patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.patching"]
+            patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.install.patching"]
             for operation in targets.operations if targets.modeling in sys.modules else ():
                 owner, attribute, ours = patching._target(targets, operation)
                 if owner is not None and patching.ownership.current(owner, attribute) is patching.for_class(ours):

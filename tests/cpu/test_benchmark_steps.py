@@ -354,7 +354,7 @@ def test_our_layers_are_measured_with_our_attention(name):
     package = families.package(family.package)
     try:
         model = family.new_model(moe("bastile", routing.UNIFORM, model=name), "cpu")
-        choice = importlib.import_module(f"{package.__name__}.shared.hf.attention_choice")
+        choice = importlib.import_module(f"{package.__name__}.shared.hf.attention.attention_choice")
         assert choice.name_that_is_kept(model.model) == ""
         model.set_attn_implementation("eager")
         assert choice.name_that_is_kept(model.model) == "eager"

@@ -121,7 +121,7 @@ def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3
 def test_nothing_that_the_first_step_learns_makes_the_second_one_compile(qwen3):
     """A graph must not depend on what was found out while it was made: that costs as much again as the first compilation."""
     model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
-    modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.modules")
+    modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.modules")
     for known in (modules._own, calls_of(qwen3).rows[0].known):
         known.clear()  # as in a process that has not run a model yet
     assert checks.graphs_of(model, [ids, ids, ids], backend=BACKEND) == 1

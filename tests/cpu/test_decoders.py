@@ -34,7 +34,7 @@ def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(decoders, 
     expected = [norm(x) for norm, x in zip(norms, given, strict=True)]
     with kernels.use_kernel_mapping(decoders.mapping()):
         kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
-    ours = importlib.import_module(f"{decoders.__name__}.shared.hf.modules").is_marked
+    ours = importlib.import_module(f"{decoders.__name__}.shared.hf.parts.modules").is_marked
     assert all(ours(getattr(norm.forward, "__func__", norm.forward)) for norm in norms)
     assert all(torch.equal(norm(x), y) for norm, x, y in zip(norms, given, expected, strict=True))
 

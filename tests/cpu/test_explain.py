@@ -31,7 +31,7 @@ def test_a_kernelized_model_is_fused(qwen3):
 
 
 def test_the_page_on_troubles_has_a_line_for_every_reason(qwen3):
-    advice = importlib.import_module(f"{qwen3.__name__}.shared.hf.explanation").ADVICE
+    advice = importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation").ADVICE
     page = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(advice)
     rows = qwen3.explain(qwen3.kernelize(tiny_model())).rows
@@ -204,7 +204,7 @@ def test_reasons(qwen3, name):
 
 def test_what_is_said_is_what_runs(qwen3, monkeypatch):
     """The nodes of a layer are called exactly where `explain` says that it is fused."""
-    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.decoder_layer")
     called = []
 
     def counted(name, run):
@@ -239,7 +239,7 @@ def other_experts(model):
 )
 def test_an_output_projection_is_called_with_what_follows_it(qwen3, monkeypatch, change, make):
     """It is in the node of the MLP or the experts, which are called as modules here, in the first layer or in all."""
-    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.decoder_layer")
     fused, real = [], package.projections
     monkeypatch.setattr(package, "projections", lambda linears, *rest: fused.extend(found := list(linears)) or real(found, *rest))
     model = change(qwen3.kernelize(make()))
@@ -280,7 +280,7 @@ def test_report(qwen3):
                                                                                                                           True))
 )
 def test_versions_that_fit(qwen3, version, fits):
-    doctor = importlib.import_module(f"{qwen3.__name__}.shared.hf.doctor")
+    doctor = importlib.import_module(f"{qwen3.__name__}.shared.hf.say.doctor")
     assert doctor.version_fits(version, ">=5.17,<5.23") is fits
 
 
@@ -325,7 +325,7 @@ class Tripled(torch.autograd.Function):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_check_sets_its_own_modes(qwen3, mode, monkeypatch):
-    module = shared(qwen3, "hf.self_check")
+    module = shared(qwen3, "hf.say.self_check")
     chosen = {title: check for title, check in module.checks().items() if title in ("rms_norm", "linear_cross_entropy", "AdamW")}
     assert len(chosen) >= 2
     monkeypatch.setattr(module, "checks", lambda: {**chosen, "wrong": lambda i: Tripled.apply(i.leaf(3))})
@@ -339,7 +339,7 @@ def test_the_check_sets_its_own_modes(qwen3, mode, monkeypatch):
 @pytest.mark.parametrize("name", ("qwen3", "gpt_oss", "liger"))
 def test_every_package_checks_its_operations_against_float64(name, request):
     package = request.getfixturevalue(name)
-    done = shared(package, "hf.self_check").run()
+    done = shared(package, "hf.say.self_check").run()
     assert [str(case) for case in done.cases if case.failures] == []
     assert len(done.cases) >= {"qwen3": 12, "gpt_oss": 8, "liger": 18}[name] and "CPU" in done.where
     assert all(len(case.errors) == 3 and max(case.errors.values()) > 0 for case in done.cases), "one that is exact compares nothing"
@@ -356,7 +356,7 @@ def test_every_package_checks_the_operations_whose_kernels_it_ships(name, reques
     """As on a GPU, where nothing stands in for a kernel that a package does not have."""
     package = request.getfixturevalue(name)
     interpret(package, kernels_of(FOLDERS[name]))
-    found = shared(package, "hf.self_check")
+    found = shared(package, "hf.say.self_check")
     for size, few in (("tokens", 8), ("classes", 100), ("long", 2100)):
         monkeypatch.setattr(found.Inputs, size, few)
     monkeypatch.setattr(found, "BOUNDS", {torch.bfloat16: found.BOUNDS[torch.bfloat16]})
@@ -368,7 +368,7 @@ def test_every_package_checks_the_operations_whose_kernels_it_ships(name, reques
 
 @pytest.mark.parametrize("case", ("rms_norm", "swiglu", "softmax"))
 def test_the_check_of_operations_runs_their_kernels(case, interpreted):
-    found = shared(interpreted, "hf.self_check")
+    found = shared(interpreted, "hf.say.self_check")
     launched = shared(interpreted, "runtime.launch").backend.launched
     before = len(launched)
     outcome = found.outcome_of(case, found.checks()[case], torch.device("cpu"))
@@ -377,7 +377,7 @@ def test_the_check_of_operations_runs_their_kernels(case, interpreted):
 
 def test_a_wrong_operation_is_found(liger, monkeypatch, capsys):
     """Wrong numbers, another shape, NaN, and one that raises, each by itself; and the process says so."""
-    found = shared(liger, "hf.self_check")
+    found = shared(liger, "hf.say.self_check")
     wrong = {
         "off by": lambda x: x.softmax(-1) * (1.001 if x.dtype == torch.float32 else 1.0),
         "off by inf": lambda x: x.softmax(-1).double()[:1] if x.dtype != torch.float64 else x.softmax(-1),
@@ -401,11 +401,11 @@ def test_every_reason_has_a_known_code_and_every_code_a_reason(package, request)
     """By the sources: a misspelt code would only raise where a model has that very reason."""
     root = Path(__file__).resolve().parents[2]
     folder = root / "torch-ext/shared/hf" if package == "shared" else root / "packages/liger/torch-ext/liger"
-    texts = [path.read_text() for path in folder.glob("*.py")]
+    texts = [path.read_text() for path in folder.rglob("*.py")]
     codes = {code for text in texts for code in re.findall(r"Reason\(\"(\w+)\"", text)}
     loaded = request.getfixturevalue("qwen3" if package == "shared" else "liger")
     made_in_explanation = {"device", "kernels"}
-    advice = importlib.import_module(f"{loaded.__name__}.{'shared.hf.explanation' if package == 'shared' else 'api'}").ADVICE
+    advice = importlib.import_module(f"{loaded.__name__}.{'shared.hf.parts.explanation' if package == 'shared' else 'api'}").ADVICE
     assert codes | made_in_explanation == advice.keys()
 
 
@@ -416,4 +416,4 @@ def test_every_operation_with_a_gradient_has_a_check_in_its_own_file(all_operati
     checks = {name: getattr(shared(all_operations, f"ops.{name}"), "SELF_CHECKS", {}) for name in files}
     assert {name for name, text in files.items() if "(torch.autograd.Function)" in text and not checks[name]} == {"embedding", "second_run"}
     titles = [title for each in checks.values() for title in each]
-    assert len(set(titles)) == len(titles) and set(titles) < shared(all_operations, "hf.self_check").checks().keys()
+    assert len(set(titles)) == len(titles) and set(titles) < shared(all_operations, "hf.say.self_check").checks().keys()

@@ -42,10 +42,10 @@ FACTOR = 10
 
 
 PLACES = (
-    ("shared.hf.experts", ("experts",)),
-    ("shared.hf.forwards", ("rotary",)),
-    ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-    ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_experts", "add_rms_norm")),
+    ("shared.hf.family.experts", ("experts",)),
+    ("shared.hf.family.forwards", ("rotary",)),
+    ("shared.hf.model.causal_lm", ("linear_cross_entropy",)),
+    ("shared.hf.layer.decoder_layer", ("norm_attention_inputs", "norm_experts", "add_rms_norm")),
 )
 
 
@@ -263,7 +263,7 @@ def test_other_gates_stay_transformers_own(gpt_oss):
     assert torch.equal(own(hidden, index, scores), expected)
     moe_experts = tiny_qwen3_moe().model.layers[0].mlp.experts
     moe_experts.act_fn = nn.GELU()
-    function = sys.modules[f"{gpt_oss.__name__}.shared.hf.experts"].experts_implementation
+    function = sys.modules[f"{gpt_oss.__name__}.shared.hf.family.experts"].experts_implementation
     assert torch.equal(function(moe_experts, hidden, index, scores), moe_experts(hidden, index, scores))
 
 

@@ -37,7 +37,7 @@ def model_of(family):
 def test_the_loss_without_logits_scales_and_caps_as_the_forward_does(loaded, family):
     model = model_of(family)
     expected = Step(model, input_ids=TOKENS, labels=TOKENS)
-    Head, forward = hf(loaded, "head").Head, hf(loaded, "causal_lm").causal_lm_forward
+    Head, forward = hf(loaded, "family.head").Head, hf(loaded, "model.causal_lm").causal_lm_forward
     head = Head(*FAMILIES[family][1](model))
 
     class Fused(torch.nn.Module):
@@ -61,11 +61,11 @@ def test_the_loss_without_logits_scales_and_caps_as_the_forward_does(loaded, fam
 
 @pytest.mark.parametrize("family", ("Gemma2", "Granite", "Cohere"))
 def test_a_forward_that_does_what_no_row_says_is_refused(loaded, family):
-    model, Head = model_of(family), hf(loaded, "head").Head
+    model, Head = model_of(family), hf(loaded, "family.head").Head
     scale, softcap = FAMILIES[family][1](model)
     for wrong in (Head(), Head(scale, 31.0), Head(scale * 1.01, softcap)):
         with pytest.raises(RuntimeError, match="the model's forward makes Head.* of its logits, expected Head.*skip_logits=False"):
-            hf(loaded, "causal_lm").causal_lm_forward(model, head=wrong, input_ids=TOKENS, labels=TOKENS)
+            hf(loaded, "model.causal_lm").causal_lm_forward(model, head=wrong, input_ids=TOKENS, labels=TOKENS)
 
 
 @pytest.mark.parametrize("what", (
@@ -76,7 +76,7 @@ def test_a_forward_that_does_what_no_row_says_is_refused(loaded, family):
 def test_nothing_else_happens_to_logits_that_are_not_made(qwen3, monkeypatch, what):
     model = tiny_model()
     qwen3.apply()
-    head = hf(qwen3, "causal_lm")._OnTheWay
+    head = hf(qwen3, "model.causal_lm")._OnTheWay
     call = head.__call__
     monkeypatch.setattr(head, "__call__", lambda self, hidden: what(call(self, hidden)))
     with pytest.raises((RuntimeError, TypeError)):
@@ -86,14 +86,14 @@ def test_nothing_else_happens_to_logits_that_are_not_made(qwen3, monkeypatch, wh
 def test_a_forward_that_computes_its_loss_elsewhere_is_refused(qwen3, monkeypatch):
     model = tiny_model()
     qwen3.apply()
-    headless = hf(qwen3, "causal_lm")._Headless
+    headless = hf(qwen3, "model.causal_lm")._Headless
     monkeypatch.setattr(headless, "loss_function", lambda self, **kwargs: torch.zeros(()))
     with pytest.raises(RuntimeError, match="Qwen3ForCausalLM.forward calls no self.loss_function"):
         model(input_ids=TOKENS, labels=TOKENS)
 
 
 def test_what_was_done_is_read_in_every_form(loaded):
-    unmade = hf(loaded, "head").Unmade(torch.zeros(1))
+    unmade = hf(loaded, "family.head").Unmade(torch.zeros(1))
     for made, scale, softcap in (
         (unmade, 1, None),
         (2 * unmade / 3, 2 / 3, None),

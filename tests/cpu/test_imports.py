@@ -1,5 +1,5 @@
-"""The order of imports: a package, shared.rows, shared.hf, shared.decoder, shared.ops, shared.runtime; none back, and no circles among
-modules."""
+"""The order of imports: a package, shared.rows, the rooms of shared.hf, shared.decoder, shared.ops, shared.runtime; none back, and no
+circles among modules."""
 
 import ast
 import sys
@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT / "torch-ext" / "shared"
 PACKAGES = [*(read_package(folder) for folder in package_folders(root=ROOT)), whole_package(ROOT)]
 # From the first to the last: a module imports of its own layer and of those after it.
-LAYERS = ("package", "shared.rows", "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
+ROOMS = ("install", "say", "model", "capture", "layer", "attention", "family", "parts")
+LAYERS = ("package", "shared.rows", *(f"shared.hf.{room}" for room in ROOMS), "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
 TOP_LEVEL = {path.stem for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
 # What the modules of a folder may import of this repository.
 MAY_IMPORT = {

@@ -209,7 +209,7 @@ def test_a_norm_of_gpt_oss_that_a_user_put_in_its_place(gpt_oss, monkeypatch):
 # ---------------------------------------------------------------- hooks
 def fused_layers(qwen3, monkeypatch, run):
     """How many decoder layers a run computes in fused nodes."""
-    decoder, count = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"], []
+    decoder, count = sys.modules[f"{qwen3.__name__}.shared.hf.layer.decoder_layer"], []
     with monkeypatch.context() as patch:
         original = decoder.norm_mlp
         patch.setattr(decoder, "norm_mlp", lambda *args: count.append(1) or original(*args))
@@ -293,10 +293,10 @@ def test_a_model_that_asks_for_our_experts_survives_reset(gpt_oss, qwen3):
 def test_the_implementation_of_experts_that_a_user_chose(gpt_oss, monkeypatch):
     """transformers' default is what ours stands in for; every other choice wins, as does what other code put in its place."""
     model, called = tiny_gpt_oss(), []
-    module = sys.modules[f"{gpt_oss.__name__}.shared.hf.experts"]
+    module = sys.modules[f"{gpt_oss.__name__}.shared.hf.family.experts"]
     original = module.experts
     monkeypatch.setattr(module, "experts", lambda *args, **kwargs: called.append("ours") or original(*args, **kwargs))
-    layer = sys.modules[f"{gpt_oss.__name__}.shared.hf.decoder_layer"]  # which calls them in a node
+    layer = sys.modules[f"{gpt_oss.__name__}.shared.hf.layer.decoder_layer"]  # which calls them in a node
     fused = layer.norm_experts
     monkeypatch.setattr(layer, "norm_experts", lambda *args, **kwargs: called.append("ours") or fused(*args, **kwargs))
     table = moe.ExpertsInterface._global_mapping

@@ -28,7 +28,7 @@ def test_training_step(qwen3, how, tied):
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
 def test_a_decoder_layer_is_fused(qwen3, how, monkeypatch):
     """Both halves of each of the two layers, whoever put the layers there."""
-    calls, decoder = [], sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"]
+    calls, decoder = [], sys.modules[f"{qwen3.__name__}.shared.hf.layer.decoder_layer"]
     for half in (decoder.norm_attention_inputs, decoder.norm_mlp):
         monkeypatch.setattr(decoder, half.__name__, lambda *a, f=half: calls.append(f.__name__) or f(*a))
     model = tiny_model()

@@ -187,7 +187,7 @@ def test_a_graph_calls_it(qwen3, monkeypatch):
 
 def test_what_stood_there_before_the_package_was_imported(qwen3, monkeypatch):
     """Is not taken for PyTorch's own."""
-    hf = f"{qwen3.__name__}.shared.hf"
+    hf = f"{qwen3.__name__}.shared.hf.parts"
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", louder(nn.Linear.forward, []))
         patch.setattr(nn.functional, "gelu", louder(nn.functional.gelu, []))
@@ -204,7 +204,7 @@ def test_what_stood_there_before_the_package_was_imported(qwen3, monkeypatch):
 
 def test_an_object_of_a_library_s_class_that_is_called(qwen3):
     """As torch.library.custom_op makes one of a function; one of a user's class is named."""
-    lookups = importlib.import_module(f"{qwen3.__name__}.shared.hf.lookups")
+    lookups = importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.lookups")
     names = {"__name__": "transformers.models", "name": torch.library.custom_op("bastile_tests::same", torch.clone, mutates_args=(),
                                                                              schema="(Tensor x) -> Tensor")}  # fmt: skip
     assert lookups._stranger(names, "name") == ""

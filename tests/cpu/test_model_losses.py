@@ -289,7 +289,7 @@ def test_the_decoder_of_a_model_has_another_name_than_model(qwen3, monkeypatch):
     model.set_attn_implementation("bastile")
     monkeypatch.setattr(type(model), "base_model_prefix", "transformer")
     model._modules = {"transformer": model.model, "lm_head": model.lm_head}
-    padding = importlib.import_module(f"{qwen3.__name__}.shared.hf.padding")
+    padding = importlib.import_module(f"{qwen3.__name__}.shared.hf.model.padding")
     mask = (torch.arange(TOKENS.shape[1]) < TOKENS.shape[1] - 2).long().expand_as(TOKENS)
     kwargs = {"input_ids": TOKENS, "attention_mask": mask, "use_cache": False}
     _, places = padding.without_padding(model, torch.full((TOKENS.numel(),), -100), -100, kwargs, {})

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OF_EVERY_OPERATION = ("tests/op_cases.py", "tests/properties.py", "tests/compile_checks.py", "tests/sanitizer.py", "tests/ops/signature.py",
                       "tests/ops/suite.py", "tests/cpu/test_alignment.py", "tests/cpu/test_one_dimension.py", "tests/cpu/test_slabs.py",
                       "tests/cpu/test_properties.py", "tests/gpu/test_properties.py", "tests/gpu/test_autograd.py",
-                      "tests/gpu/test_compile.py", "torch-ext/shared/hf/self_check.py", "torch-ext/shared/hf/doctor.py")  # fmt: skip
+                      "tests/gpu/test_compile.py", "torch-ext/shared/hf/say/self_check.py",
+                      "torch-ext/shared/hf/say/doctor.py")  # fmt: skip
 # A check of this one alone that stands there too: of the loss's options, of a layer in torch.export, of large groups, of many blocks.
 OF_ONE = {("tests/compile_checks.py", name) for name in ("linear_cross_entropy", "norm_attention_inputs", "norm_mlp")}
 OF_ONE |= {("tests/cpu/test_alignment.py", name) for name in ("linear_cross_entropy", "linear_jsd", "group_norm")}

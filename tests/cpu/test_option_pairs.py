@@ -32,7 +32,7 @@ def all_pairs(calls):
 def state_of(package, model):
     """What is in force on a model, by option."""
     hf = f"{package.__name__}.shared.hf."
-    checkpointing, is_marked = sys.modules[hf + "checkpointing"], sys.modules[hf + "modules"].is_marked
+    checkpointing, is_marked = sys.modules[hf + "layer.checkpointing"], sys.modules[hf + "parts.modules"].is_marked
     layer = model.model.layers[0]
     parts = {"fused_linear_cross_entropy": model, "decoder_layer": layer, "rms_norm": model.model.norm, "attention": model.model}
     parts |= {"swiglu": getattr(model.model.layers[-1].mlp, "gate_proj", None) and model.model.layers[-1].mlp}
@@ -48,9 +48,9 @@ def state_of(package, model):
     layer.gradient_checkpointing = True
     found["keep_attention"] = bool(checkpointing.keeps_attention(layer))
     layer.gradient_checkpointing = False
-    found["log_probs"] = sys.modules[hf + "trl"]._finder in sys.meta_path
+    found["log_probs"] = sys.modules[hf + "model.trl"]._finder in sys.meta_path
     found["recompute_mlp"] = bool(checkpointing.recomputes_mlp(layer))
-    found["products"] = sys.modules[hf + "products"].products_of(layer)
+    found["products"] = sys.modules[hf + "layer.products"].products_of(layer)
     return found
 
 
@@ -69,7 +69,7 @@ def expected_of(name, options, before, fused):
 def test_the_last_call_wins(request, make, monkeypatch):
     package = request.getfixturevalue("gpt_oss" if make is tiny_gpt_oss else "qwen3")
     for name in ("kernels_run_on", "takes_heads"):  # the CPU's build has no kernels
-        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], name, lambda *tensors, **asked: True)
+        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention.attention_choice"], name, lambda *tensors, **asked: True)
     model = make(head_dim=64, hidden_size=16, intermediate_size=8, num_hidden_layers=2).train()
     package.apply()
     before, last, fused = state_of(package, model), None, ("rms_norm", "rope") if make is tiny_gpt_oss else ("rms_norm", "swiglu", "rope")

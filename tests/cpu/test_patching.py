@@ -53,8 +53,8 @@ def uses_layers(qwen3, model):
     loss = {"linear_cross_entropy": {"fused_linear_cross_entropy"}}
     fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in (("shared.hf.forwards", alone), ("shared.hf.causal_lm", loss), ("shared.hf.decoder_layer", fused)):
-            functions = sys.modules[f"{qwen3.__name__}.{module}"]
+        for module, names in (("family.forwards", alone), ("model.causal_lm", loss), ("layer.decoder_layer", fused)):
+            functions = sys.modules[f"{qwen3.__name__}.shared.hf.{module}"]
             for name, operations in names.items():
                 original = getattr(functions, name)
 
@@ -112,7 +112,7 @@ def hub_kernelize(qwen3, model, mapping=None):
 def test_every_way_fuses_the_decoder_layer(qwen3, how, monkeypatch):
     model, layers = tiny_model(), []
     {"apply": lambda _: qwen3.apply(), "kernelize": qwen3.kernelize, "hub": functools.partial(hub_kernelize, qwen3)}[how](model)
-    decoder = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"]
+    decoder = sys.modules[f"{qwen3.__name__}.shared.hf.layer.decoder_layer"]
     original = decoder.norm_mlp
     monkeypatch.setattr(decoder, "norm_mlp", lambda *args: layers.append(1) or original(*args))
     model(input_ids=TOKENS, labels=TOKENS)
@@ -530,10 +530,10 @@ def test_without_active_decorators(package_folder):
         from tests.models import Step, random_tokens, tiny_model
         model, tokens = tiny_model(), random_tokens(2, 17)
         expected = Step(model, input_ids=tokens, labels=tokens)
-        calls, rotary = [], sys.modules["package.shared.hf.forwards"].rotary
-        sys.modules["package.shared.hf.forwards"].rotary = lambda *args: calls.append(1) or rotary(*args)
-        fused = sys.modules["package.shared.hf.decoder_layer"].norm_attention_inputs
-        sys.modules["package.shared.hf.decoder_layer"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
+        calls, rotary = [], sys.modules["package.shared.hf.family.forwards"].rotary
+        sys.modules["package.shared.hf.family.forwards"].rotary = lambda *args: calls.append(1) or rotary(*args)
+        fused = sys.modules["package.shared.hf.layer.decoder_layer"].norm_attention_inputs
+        sys.modules["package.shared.hf.layer.decoder_layer"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
         for install in (qwen3.apply, lambda: qwen3.apply(decoder_layer=False), lambda: qwen3.kernelize(model)):
             install()
             found = Step(model, input_ids=tokens, labels=tokens)

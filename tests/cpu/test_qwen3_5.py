@@ -184,7 +184,7 @@ def test_a_graph_has_no_operator_for_dropout_in_a_shared_expert(qwen3_5, monkeyp
 @every_family
 def test_capture(qwen3_5, name, monkeypatch):
     """Layers of both kinds are replayed, each kind of pass after one that was observed; documents may lie elsewhere in the next pass."""
-    module = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.capture")
+    module = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.capture.capture")
     monkeypatch.setattr(module, "GraphPool", Pool)
     monkeypatch.setattr(module, "can_record", lambda device: True)
     model = tiny(name, **TWO_LAYERS)
@@ -307,7 +307,7 @@ def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name
 
         return run
 
-    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net")
+    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net")
     for function in ("gated_delta_rule", "gated_delta_step", "short_conv"):
         monkeypatch.setattr(ours, function, counting(getattr(ours, function)))
     Step(model, **tokens).assert_same(expected, FACTOR)
@@ -350,7 +350,7 @@ def test_what_packed_rows_of_olmo_hybrid_need(qwen3_5, functions_put_back):
 
 
 def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
-    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 3)
     expected = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (2, 0)), weight[:, None], groups=4)
     assert torch.allclose(convolve(x, weight, None, None), expected, atol=1e-6)
@@ -360,7 +360,7 @@ def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
 
 def test_documents_by_seq_idx(qwen3_5):
     """Padding-free collators give documents to the convolution so."""
-    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
     x, weight = torch.randn(2, 4, 9), torch.randn(4, 4)
     index = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
     found = convolve(x, weight, None, "silu", seq_idx=index)
@@ -373,7 +373,7 @@ def test_the_hubs_mapping(qwen3_5, functions_put_back):
     expected = step_of(model)
     with kernels.use_kernel_mapping(qwen3_5.mapping()):
         kernels.kernelize(model, mode=Mode.TRAINING, device="cpu")
-    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.modules").is_marked
+    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.parts.modules").is_marked
     nets = [module for module in model.modules() if type(module).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNorm")]
     assert nets and all(ours(getattr(net.forward, "__func__", net.forward)) for net in nets)
     step_of(model).assert_same(expected, FACTOR)

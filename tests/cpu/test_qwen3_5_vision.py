@@ -152,7 +152,7 @@ def test_the_head_of_trls_trainers(qwen3_5, name, when, monkeypatch):
     else:
         qwen3_5.kernelize(model)
         utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.trl")
+    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.model.trl")
     run = ours.linear_log_probs
     monkeypatch.setattr(ours, "linear_log_probs", lambda *args, **options: called.append(1) or run(*args, **options))
     found = Step(model, **inputs)

@@ -247,7 +247,7 @@ def test_padding_is_left_out(qwen3, side, window, router_logits):
     found.assert_same(expected, FACTOR)
     for layer in model.model.layers:
         del layer.input_layernorm.forward
-    decoder, rows = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"], []
+    decoder, rows = sys.modules[f"{qwen3.__name__}.shared.hf.layer.decoder_layer"], []
     with pytest.MonkeyPatch.context() as patch:
         original = decoder.norm_attention_inputs
         patch.setattr(decoder, "norm_attention_inputs", lambda x, *args: rows.append(x.shape[:-1].numel()) or original(x, *args))

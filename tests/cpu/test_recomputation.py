@@ -119,7 +119,7 @@ def test_layers_of_a_class_made_of_theirs(qwen3, how, first):
 
 def _fused(qwen3, model):
     """How many decoder layers run fused."""
-    decoder, found = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"], []
+    decoder, found = sys.modules[f"{qwen3.__name__}.shared.hf.layer.decoder_layer"], []
     original = decoder.norm_attention_inputs
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(decoder, "norm_attention_inputs", lambda *args: found.append(1) or original(*args))

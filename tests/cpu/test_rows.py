@@ -42,7 +42,7 @@ def test_every_row_has_a_small_model_and_its_texts_recorded(request, fixture):
     """`python -m tools.transformers_texts --add` records them. Without them a row does nothing."""
     package = request.getfixturevalue(fixture)
     rows = calls_of(package).rows
-    recorded = part(package, "shared.hf.known_texts").TEXTS
+    recorded = part(package, "shared.hf.family.known_texts").TEXTS
     assert [own.family.model for own in rows if own.family.modeling not in recorded] == []
     assert [own.family.model for own in rows] == [targets.model for targets in families_of(package)]
     assert [f"transformers.models.{name}.modeling_{name}" for name in MODELS[fixture]] == [own.family.modeling for own in rows]
@@ -52,7 +52,7 @@ def test_every_row_has_a_small_model_and_its_texts_recorded(request, fixture):
 def test_every_row_accounts_for_what_transformers_forwards_read(request, fixture):
     """Of the installed release. A forward that reads one more attribute is noticed, whichever class it is of."""
     package = request.getfixturevalue(fixture)
-    versions, accounted, texts = (part(package, f"shared.hf.{name}") for name in ("versions", "accounted", "known_texts"))
+    versions, accounted, texts = (part(package, f"shared.hf.family.{name}") for name in ("versions", "accounted", "known_texts"))
     for targets in families_of(package):
         assert versions.unfit_texts(targets) == {}
         stood_in_for = {name for operation, (name, _) in targets.classes.items() if operation != "attention"} | {*targets.fused}
@@ -90,7 +90,7 @@ def test_what_a_forward_reads(qwen3, what):
         f"class A:\n    def forward(self, x):\n        {code}\n    def route(module, x):\n        return module.bias[module.top_k]\n"
         "    def other(self):\n        return self.z\n"
     )
-    assert part(qwen3, "shared.hf.accounted").reads(tree, "A") == {*expected}
+    assert part(qwen3, "shared.hf.family.accounted").reads(tree, "A") == {*expected}
 
 
 def layers_of(model, targets):
@@ -160,12 +160,12 @@ TOO_LITTLE = {
 def too_little(decoders, name):
     """A row as `families.ROWS` has it."""
     names, options, classes, _, _ = TOO_LITTLE[name]
-    sparse = part(decoders, "shared.hf.families").Sparse(classes)
+    sparse = part(decoders, "shared.hf.family.families").Sparse(classes)
     return part(decoders, "shared.rows.dense").row(*names, name, **options, sparse=sparse)
 
 
 def record_texts(decoders, own, monkeypatch):
-    versions, family = part(decoders, "shared.hf.versions"), own.family
+    versions, family = part(decoders, "shared.hf.family.versions"), own.family
     names = [f"{family.prefix}{name}.forward" for name in ("RMSNorm", "Attention", "DecoderLayer", "Model", "ForCausalLM")]
     names += [f"{cls}.forward" for cls in (*family.sparse.classes, *([family.mlp_class()] if family.mlp else ()))]
     found = fingerprints(versions.source_of(family.modeling), [*names, "apply_rotary_pos_emb", "rotate_half"])
@@ -176,7 +176,7 @@ def record_texts(decoders, own, monkeypatch):
 def tried(decoders):
     """The package, whose own rows serve its forwards again after a test that had other rows use them."""
     yield decoders
-    part(decoders, "shared.hf.ownership").claim_layers(families_of(decoders))
+    part(decoders, "shared.hf.family.ownership").claim_layers(families_of(decoders))
 
 
 @pytest.mark.parametrize("how", ("kernelize", "apply"))
@@ -185,9 +185,9 @@ def test_a_row_that_says_too_little_does_not_serve(tried, monkeypatch, name, how
     """The decoder layer stays transformers' own, with what the row would have to say; what else is known runs in ours."""
     decoders, own, (_, _, _, make, expected) = tried, too_little(tried, name), TOO_LITTLE[name]
     record_texts(decoders, own, monkeypatch)
-    targets = (part(decoders, "shared.hf.served").targets(own),)
-    part(decoders, "shared.hf.ownership").claim_layers(targets)  # which the package's own rows share
-    one_model, patching = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.patching")
+    targets = (part(decoders, "shared.hf.install.served").targets(own),)
+    part(decoders, "shared.hf.family.ownership").claim_layers(targets)  # which the package's own rows share
+    one_model, patching = part(decoders, "shared.hf.install.one_model"), part(decoders, "shared.hf.install.patching")
     torch.manual_seed(0)
     model = make()
     before = step_of(model)
@@ -211,12 +211,12 @@ def test_the_norm_behind_experts_is_in_their_node(tried, monkeypatch):
     from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 
     classes = "FlexOlmoSparseMoeBlock", "FlexOlmoTopKRouter", "FlexOlmoExperts"
-    dense, sparse = part(tried, "shared.rows.dense"), part(tried, "shared.hf.families").Sparse(classes)
+    dense, sparse = part(tried, "shared.rows.dense"), part(tried, "shared.hf.family.families").Sparse(classes)
     options = {"norms": dense.BEHIND, "rounds": "last", "qk_norm": "whole", "narrow": True, "mlp": False, "sparse": sparse}
     own = dense.row("FlexOlmo", "FlexOlmo", "flex_olmo", **options)
     record_texts(tried, own, monkeypatch)
-    targets = (part(tried, "shared.hf.served").targets(own),)
-    part(tried, "shared.hf.ownership").claim_layers(targets)
+    targets = (part(tried, "shared.hf.install.served").targets(own),)
+    part(tried, "shared.hf.family.ownership").claim_layers(targets)
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None}
     model = FlexOlmoForCausalLM(FlexOlmoConfig(**experts, **SMALL)).train()
@@ -224,12 +224,12 @@ def test_the_norm_behind_experts_is_in_their_node(tried, monkeypatch):
         for layer in model.model.layers:
             layer.post_feedforward_layernorm.weight.uniform_(0.5, 1.5)
     before = step_of(model)
-    one_model = part(tried, "shared.hf.one_model")
+    one_model = part(tried, "shared.hf.install.one_model")
     one_model.kernelize(targets, model)
     rows = {row.part: row.fused for row in one_model.explain(targets, model).rows}
     assert rows["norm, router, experts"] and rows["o_proj"]
     step_of(model).assert_same(before, FACTOR)
-    part(tried, "shared.hf.patching").reset(targets)
+    part(tried, "shared.hf.install.patching").reset(targets)
 
 
 def test_a_row_without_texts_is_as_good_as_none(decoders, monkeypatch):
@@ -241,7 +241,7 @@ def test_a_row_without_texts_is_as_good_as_none(decoders, monkeypatch):
     assert "RMSNorm" in without and "yes" in without
     [served] = calls_of(decoders).served
     served = served._replace(rows=(*served.rows, own))
-    one_model, shapes = part(decoders, "shared.hf.one_model"), part(decoders, "shared.hf.shapes").Shapes(served.rows)
+    one_model, shapes = part(decoders, "shared.hf.install.one_model"), part(decoders, "shared.hf.install.shapes").Shapes(served.rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one_model.kernelize(served.families(), model, shapes=shapes)

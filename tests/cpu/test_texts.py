@@ -130,8 +130,8 @@ def cases():
 @pytest.mark.parametrize(("fixture", "module", "name"), cases(), ids=lambda text: text.removeprefix("transformers."))
 def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_else(request, fixture, module, name, monkeypatch):
     package = request.getfixturevalue(fixture)
-    versions, patching = (part(package, name) for name in ("shared.hf.versions", "shared.hf.patching"))
-    families, argument_of = calls_of(package).families, part(package, "shared.hf.families").argument_of
+    versions, patching = (part(package, name) for name in ("shared.hf.family.versions", "shared.hf.install.patching"))
+    families, argument_of = calls_of(package).families, part(package, "shared.hf.family.families").argument_of
     left = {targets.model: expected_left(module, name, targets) for targets in families}
     assert any(left.values())
     source = versions.source_of(module)
@@ -181,7 +181,7 @@ def check_one_model(package, targets, name, left, model):
 
 
 def test_the_hubs_mapping_has_no_layer_for_an_unknown_text(qwen3, monkeypatch):
-    versions = part(qwen3, "shared.hf.versions")
+    versions = part(qwen3, "shared.hf.family.versions")
     everything = set(qwen3.mapping())
     source = versions.source_of(MOE)
     new = changed(changed(source, "Qwen3MoeRMSNorm.forward"), "Qwen3MoeForCausalLM.forward")
@@ -193,7 +193,7 @@ def test_the_hubs_mapping_has_no_layer_for_an_unknown_text(qwen3, monkeypatch):
 
 def test_without_a_source_nothing_is_replaced(qwen3, monkeypatch):
     """An application may have its libraries as compiled files only."""
-    monkeypatch.setattr(part(qwen3, "shared.hf.versions"), "source_of", lambda module: "")
+    monkeypatch.setattr(part(qwen3, "shared.hf.family.versions"), "source_of", lambda module: "")
     with pytest.warns(RuntimeWarning, match="unknown"):
         qwen3.apply()
     assert qwen3.get_patched_ops() == []
@@ -204,7 +204,7 @@ def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders, qwe
     for package in (qwen3, gpt_oss, decoders, qwen3_5):
         for targets in calls_of(package).families:
             for operation in targets.operations:
-                needed |= set(part(package, "shared.hf.versions").texts_of(targets, operation))
+                needed |= set(part(package, "shared.hf.family.versions").texts_of(targets, operation))
     assert needed == set(CASES)
     assert all(of_name and set(of_name) <= set(TESTED) for names in TEXTS.values() for of_name in names.values())
 

@@ -33,7 +33,7 @@ def bound() -> list:
 
 
 def part(package, name="trl"):
-    return sys.modules[f"{package.__name__}.shared.hf.{name}"]
+    return sys.modules[f"{package.__name__}.shared.hf.model.{name}"]
 
 
 def head(dtype=torch.float32, tokens=6):
@@ -291,7 +291,7 @@ if {last!r} == "qwen3 without":
     assert issubclass(bound[0], torch.autograd.Function)
 else:
     assert len(set(bound)) == 1 and hasattr(bound[0], "bastile_original"), bound
-    assert bound[0].apply.__globals__["__name__"] == {{"qwen3": qwen3, "decoders": decoders}}[{last!r}].__name__ + ".shared.hf.trl"
+    assert bound[0].apply.__globals__["__name__"] == {{"qwen3": qwen3, "decoders": decoders}}[{last!r}].__name__ + ".shared.hf.model.trl"
 qwen3.reset()
 decoders.reset()
 bound = [getattr(sys.modules[module], name) for module, name in places]
@@ -373,7 +373,7 @@ def test_a_head_that_fsdp2_shards(qwen3, frozen):
 def test_every_package_that_stands_in_trl_s_place_ships_the_kernels():
     """A call on a GPU would not find them in the manifest."""
     found = {folder.name: read_package(folder) for folder in package_folders(root=ROOT)}
-    patching = [package for package in found.values() if "hf.interface import Interface" in (package.sources / "api.py").read_text()]
+    patching = [package for package in found.values() if "import Interface" in (package.sources / "api.py").read_text()]
     assert len(patching) >= 4
     for package in patching:
         assert {"log_probs", "head_divergence", "scale"} <= set(operations(package.folder)), package.name

@@ -38,7 +38,7 @@ def package(tmp_path_factory):
 def runtime(package, tmp_path, monkeypatch):
     """The modules of the package, without a choice made. seconds: what a launch of a variant takes; timed: the variants timed."""
     found = runtime_of(package)
-    for name in ("runtime.tuning", "hf.warmup"):
+    for name in ("runtime.tuning", "hf.install.warmup"):
         setattr(found, name.rpartition(".")[2], importlib.import_module(f"{package.__name__}.shared.{name}"))
     monkeypatch.setenv("BASTILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(found.tuning, "WORKING_SET", 1)

@@ -48,7 +48,7 @@ def test_the_documents_pyproject_and_the_messages_say_the_same(qwen3, name):
         minimum = part(qwen3, "shared.ops.common").TORCH_MIN
         assert RANGES[name] == SpecifierSet(f">={minimum[0]}.{minimum[1]}") and oldest == f"{minimum[0]}.{minimum[1]}"
     else:
-        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.hub"), f"{name.upper()}_EXPECTED"))
+        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.parts.hub"), f"{name.upper()}_EXPECTED"))
         assert RANGES[name].contains(newest)
 
 
@@ -89,7 +89,7 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
         qwen3.apply()
     assert len(qwen3.get_patched_ops()) == 7
     said = [str(w.message) for w in caught if "tested releases" in str(w.message)]
-    assert len(said) == (version not in part(qwen3, "shared.hf.known_texts").TESTED)
+    assert len(said) == (version not in part(qwen3, "shared.hf.family.known_texts").TESTED)
     assert all(text.startswith(f"transformers {version} is not among the tested releases, 5.17.0 to ") for text in said)
 
 
@@ -121,7 +121,7 @@ def test_arguments_given_twice_are_refused_with_a_vision_tower(qwen3_5, argument
 
 @pytest.mark.parametrize("former", ("past_key_values", "cache_params"))
 def test_a_renamed_argument_goes_by_both_names(qwen3, monkeypatch, former):
-    arguments = part(qwen3, "shared.hf.arguments")
+    arguments = part(qwen3, "shared.hf.family.arguments")
     monkeypatch.setattr(arguments, "RENAMED", {"past_key_values": "cache", "cache_params": "cache"})
     forward = arguments.forward_of(("hidden_states", "attention_mask", former), lambda module, given: given)
     assert list(inspect.signature(forward).parameters) == ["self", "hidden_states", "attention_mask", "cache", "kwargs"]
@@ -139,7 +139,7 @@ def test_a_renamed_argument_goes_by_both_names(qwen3, monkeypatch, former):
 @pytest.mark.parametrize("name", (None, "past_key_values"))
 def test_a_model_takes_its_cache_by_the_name_of_the_release_and_by_the_former_one(qwen3, name):
     """Either name gives the logits of a call without a cache, and warns exactly where transformers' own model does."""
-    model, name = tiny_model().eval(), name or part(qwen3, "shared.hf.arguments").CACHE
+    model, name = tiny_model().eval(), name or part(qwen3, "shared.hf.family.arguments").CACHE
     ids = torch.arange(12)[None] % model.config.vocab_size
     with torch.no_grad():
         expected, said = model(ids).logits, []
@@ -152,7 +152,7 @@ def test_a_model_takes_its_cache_by_the_name_of_the_release_and_by_the_former_on
             assert torch.allclose(found, expected[:, 8:], atol=1e-5)
             assert cache.get_seq_length() == 12
             said.append(sum(issubclass(w.category, FutureWarning) for w in caught))
-    assert said[0] == said[1] == (name != part(qwen3, "shared.hf.arguments").CACHE)
+    assert said[0] == said[1] == (name != part(qwen3, "shared.hf.family.arguments").CACHE)
 
 
 def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
@@ -197,9 +197,9 @@ INACTIVE = """
 
     def used(model):
         "The layers that a step goes through, and the rotary embedding."
-        seen, places = set(), {"rotary": "package.shared.hf.forwards", "mlp": "package.shared.hf.forwards"}
-        places |= {"norm_attention_inputs": "package.shared.hf.decoder_layer", "norm_mlp": "package.shared.hf.decoder_layer"}
-        places |= {"rms_norm": "package.shared.hf.forwards", "linear_cross_entropy": "package.shared.hf.causal_lm"}
+        seen, places = set(), {"rotary": "package.shared.hf.family.forwards", "mlp": "package.shared.hf.family.forwards"}
+        places |= {"norm_attention_inputs": "package.shared.hf.layer.decoder_layer", "norm_mlp": "package.shared.hf.layer.decoder_layer"}
+        places |= {"rms_norm": "package.shared.hf.family.forwards", "linear_cross_entropy": "package.shared.hf.model.causal_lm"}
         originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
         for name, place in places.items():
             setattr(sys.modules[place], name, lambda *a, name=name, **k: seen.add(name) or originals[name](*a, **k))

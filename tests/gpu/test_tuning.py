@@ -30,7 +30,7 @@ def cache(ops, tmp_path, monkeypatch):
 
 
 def warm_up(ops):
-    warmup, rows, tuning = (sys.modules[f"{ops.__name__}.shared.{name}"] for name in ("hf.warmup", "rows.qwen3", "runtime.tuning"))
+    warmup, rows, tuning = (sys.modules[f"{ops.__name__}.shared.{name}"] for name in ("hf.install.warmup", "rows.qwen3", "runtime.tuning"))
     tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Case(rows.QWEN3, warmup.Sizes(*QWEN3_8B))), "cuda")
 
 

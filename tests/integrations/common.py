@@ -47,8 +47,8 @@ installed = []
 def layers_run(request, monkeypatch):
     """Fails a test whose kernelized model ran none of our operations: it would have compared the plain model with itself."""
     ran, qwen3 = [], request.getfixturevalue("decoders" if "decoders" in request.fixturenames else "qwen3")
-    layer = "shared.hf.decoder_layer"
-    for module, name in (("shared.hf.forwards", "rms_norm"), (layer, "rms_norm"), (layer, "norm_attention_inputs")):
+    layer = "shared.hf.layer.decoder_layer"
+    for module, name in (("shared.hf.family.forwards", "rms_norm"), (layer, "rms_norm"), (layer, "norm_attention_inputs")):
         functions = sys.modules[f"{qwen3.__name__}.{module}"]
         original = getattr(functions, name)
         monkeypatch.setattr(functions, name, lambda *args, original=original: ran.append(1) or original(*args))

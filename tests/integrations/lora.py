@@ -33,7 +33,7 @@ def lora(model, **options):
 @pytest.fixture
 def fused(qwen3, monkeypatch):
     """What the decoder layer asked for: (a linear layer, whether it was taken apart)."""
-    decoder = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    decoder = importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.decoder_layer")
     asked, original = [], decoder.projections
 
     def projections(layers, *args):

@@ -55,7 +55,7 @@ def assert_gradients(found, expected, device, factor=1.0):
 
 def assert_fused(here, model, **inputs):
     """The decoder layers run as ours do when nothing is in the way."""
-    decoder, calls = sys.modules[f"{here.qwen3.__name__}.shared.hf.decoder_layer"], []
+    decoder, calls = sys.modules[f"{here.qwen3.__name__}.shared.hf.layer.decoder_layer"], []
     original = decoder.norm_mlp
     decoder.norm_mlp = lambda *args: calls.append(1) or original(*args)
     try:

@@ -124,7 +124,7 @@ def counted(qwen3):
     """A list of the calls of our functions in TRL's place."""
     import sys
 
-    module, calls = sys.modules[f"{qwen3.__name__}.shared.hf.trl"], []
+    module, calls = sys.modules[f"{qwen3.__name__}.shared.hf.model.trl"], []
     originals = {name: getattr(module, name) for name in ("linear_log_probs", "linear_divergence")}
     for name, original in originals.items():
         setattr(module, name, lambda *args, name=name, original=original, **options: calls.append(name) or original(*args, **options))

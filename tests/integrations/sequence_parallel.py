@@ -45,7 +45,7 @@ def step(model, batch, part, backward=True):
 @contextlib.contextmanager
 def as_on_a_gpu(package):
     """The package chooses its attention."""
-    choice = sys.modules[f"{package.__name__}.shared.hf.attention_choice"]
+    choice = sys.modules[f"{package.__name__}.shared.hf.attention.attention_choice"]
     before = choice.kernels_run_on, choice.takes_heads
     choice._spread.clear()
     choice.kernels_run_on = choice.takes_heads = lambda *tensors, **options: True
@@ -136,7 +136,7 @@ def check_context_parallel(here):
     from torch.distributed.tensor.experimental import context_parallel
 
     device = here.own_device
-    choice = sys.modules[f"{here.qwen3.__name__}.shared.hf.attention_choice"]
+    choice = sys.modules[f"{here.qwen3.__name__}.shared.hf.attention.attention_choice"]
     with as_on_a_gpu(here.qwen3):
         model = here.qwen3.kernelize(model_on(device))
         for name in ("sdpa", "bastile"):  # by default, and by name

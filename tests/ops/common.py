@@ -111,7 +111,7 @@ def limit(package, module, name, value):
 
 
 def self_check_of(package):
-    return importlib.import_module(f"{package.__name__}.shared.hf.self_check")
+    return importlib.import_module(f"{package.__name__}.shared.hf.say.self_check")
 
 
 def check_each_operation(package, check) -> None:

@@ -115,12 +115,12 @@ def count_layers(package):
     """Counts the calls of the functions that the layers call, and those of them that went on to transformers' own forward: otherwise
     no result shows whether a test reached ours. The layers are in the package's own file and, where families share them, in what makes
     them of a family's row of the table."""
-    for file in ("layers", "shared.hf.layers", "shared.hf.vision", "shared.hf.delta_net"):
+    for file in ("layers", "shared.hf.install.layers", "shared.hf.model.vision", "shared.hf.layer.delta_net"):
         layers = sys.modules.get(f"{package.__name__}.{file}")
         for name, function in list(vars(layers).items()) if layers else ():
             if callable(function) and name.endswith("_forward"):
                 setattr(layers, name, counted(name, function))
-    for file in ("decoder_layer", "delta_net", "experts"):  # not those of whole models, which always go on
+    for file in ("layer.decoder_layer", "layer.delta_net", "family.experts"):  # not those of whole models, which always go on
         layers = sys.modules.get(f"{package.__name__}.shared.hf.{file}")
         for name, noticed in (("original_forward", leave), ("why_not_fusable", explain), ("why_not_ours", explain)):
             if hasattr(layers, name):

@@ -14,7 +14,7 @@ from .api import (
     warmup_all_kernels,
 )
 from .shared.hf.optimizer import AdamW
-from .shared.hf.packing import pack
+from .shared.hf.parts.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.gated_delta_rule import gated_delta_rule

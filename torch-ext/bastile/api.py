@@ -1,7 +1,7 @@
 """The functions that users call, for every family."""
 
 from .front import Front, OnHub
-from .shared.hf.layers import any_norm_of
+from .shared.hf.install.layers import any_norm_of
 from .shared.rows import dense, gpt_oss, qwen3, qwen3_5
 
 PACKAGES = (

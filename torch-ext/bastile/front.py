@@ -14,11 +14,11 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 import torch
 from torch import nn
 
-from .shared.hf.doctor import Finding
-from .shared.hf.families import names_of
-from .shared.hf.hub import kernels_library
-from .shared.hf.interface import Interface
-from .shared.hf.served import Served
+from .shared.hf.family.families import names_of
+from .shared.hf.install.interface import Interface
+from .shared.hf.install.served import Served
+from .shared.hf.parts.hub import kernels_library
+from .shared.hf.say.doctor import Finding
 from .shared.runtime import launch
 from .shared.runtime.artifacts import ArtifactError
 

@@ -1,7 +1,7 @@
 """The functions that users call: apply the layers to Qwen3 and Qwen3-MoE, inspect them, and remove them."""
 
 from . import layers
-from .shared.hf.interface import Interface
+from .shared.hf.install.interface import Interface
 from .shared.rows.qwen3 import SERVED
 
 NAMED = {

@@ -1,8 +1,8 @@
 """The layers that take the place of Qwen3's and Qwen3-MoE's. They have no state: `self` is the module whose forward they become."""
 
-from .shared.hf import layers
-from .shared.hf.causal_lm import causal_lm_loss, causal_lm_loss_of_logits
-from .shared.hf.modules import Layer
+from .shared.hf.install import layers
+from .shared.hf.model.causal_lm import causal_lm_loss, causal_lm_loss_of_logits
+from .shared.hf.parts.modules import Layer
 from .shared.rows.qwen3 import QWEN3, QWEN3_MOE
 
 

@@ -30,7 +30,7 @@ def plans(hf, monkeypatch):
         calls.append(plan)
         return original(q, k, v, plan, **options)
 
-    original = hf.attention
+    original = hf.attention.attention
     monkeypatch.setattr(hf, "attention", attention)
     return calls
 

@@ -233,7 +233,7 @@ def test_position_ids_of_a_padded_batch_stay_those_of_its_tokens(chosen, monkeyp
 
 def test_a_plan_is_remembered_for_its_positions(qwen3):
     """Takes two documents of two tokens, then one of four."""
-    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
+    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.attention.masks")
     visible = masks.Visible({"batch_size": 1, "q_length": 4, "kv_length": 4}, masks.Rule(), None, positions=True)
     first, second = torch.tensor([[0, 1, 0, 1]]), torch.arange(4)[None]
     plan = visible.plan(torch.device("cpu"), position_ids=first)

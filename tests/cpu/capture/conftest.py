@@ -36,8 +36,8 @@ def package(family, monkeypatch, request):
     """The package that serves the family, with graphs on the CPU."""
     name, together = family
     loaded = request.getfixturevalue(CAPTURED[name].package)
-    module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture")
-    monkeypatch.setattr(importlib.import_module(f"{loaded.__name__}.shared.hf.captured_passes"), "TOGETHER", together)
+    module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture.capture")
+    monkeypatch.setattr(importlib.import_module(f"{loaded.__name__}.shared.hf.capture.captured_passes"), "TOGETHER", together)
     monkeypatch.setattr(module, "memory_of", lambda device: 4)
     monkeypatch.setattr(Rerun, "together", together)
     monkeypatch.setattr(module, "GraphPool", Pool)

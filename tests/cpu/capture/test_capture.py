@@ -146,7 +146,7 @@ def test_the_packages_own_attention(package, tiny_model):
 def test_padding_that_attention_has_no_plan_for(package, tiny_model, monkeypatch, chosen):
     """It lies between tokens, or has labels where the model did not ask for our attention: such a batch runs as before, and says so."""
     for name in ("kernels_run_on", "takes_heads"):  # the CPU's build has no kernels
-        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], name, lambda *tensors, **asked: True)
+        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention.attention_choice"], name, lambda *tensors, **asked: True)
     model = package.kernelize(tiny_model(head_dim=64))
     if not chosen:
         model.set_attn_implementation("bastile")

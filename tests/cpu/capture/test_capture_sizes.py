@@ -174,7 +174,7 @@ def test_a_size_that_comes_once_or_twice(package, tiny_model):
 @one_family
 def test_graphs_that_take_too_much_memory(package, tiny_model, monkeypatch):
     """Another pool, which begins with the larger size, may have room; a size that alone takes too much runs as before, and says so."""
-    capture = importlib.import_module(f"{package.__name__}.shared.hf.capture")
+    capture = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture")
     taken = {}  # by pools
 
     def take(pool, *error):
@@ -312,7 +312,7 @@ def test_rows_that_are_no_batches_of_ours(package, tiny_model):
 def test_wrong_arguments(qwen3, monkeypatch):
     from tests.decoder_families import TRAINED
 
-    capture = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture")
+    capture = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture.capture")
     monkeypatch.setattr(capture, "can_record", lambda device: True)
     model = TRAINED["qwen3"].tiny()
     for told in ({"sizes": 0}, {"sizes": 1.5}, {"batch": 2}, {"tokens": 3}):
@@ -324,7 +324,7 @@ def test_wrong_arguments(qwen3, monkeypatch):
 
 
 def test_the_counts_are_halved_where_too_many_kinds_came(qwen3, monkeypatch):
-    sizes = importlib.import_module(f"{qwen3.__name__}.shared.hf.graph_sizes")
+    sizes = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture.graph_sizes")
     monkeypatch.setattr(sizes, "KNOWN", 3)
     found = sizes.Sizes(1, 0)
     for key in "aaaabbc":

@@ -78,7 +78,7 @@ def test_a_second_thread_waits_while_a_pass_is_recorded(package, tiny_model, mon
     model, plain = (package.kernelize(tiny_model()) for _ in range(2))
     package.capture(model, *SHAPE)
     gradients(model)
-    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.graphed_layers")
+    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers")
     run, replay, threads = graphed_layers._run_all, Rerun.replay, []
 
     def run_beside_another(*args):

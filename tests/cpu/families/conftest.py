@@ -22,7 +22,7 @@ def package(decoders, interpret, request):
 @pytest.fixture
 def calls(package, monkeypatch):
     """The names of the decoder layer's nodes, as they are called."""
-    found, layer = [], importlib.import_module(f"{package.__name__}.shared.hf.decoder_layer")
+    found, layer = [], importlib.import_module(f"{package.__name__}.shared.hf.layer.decoder_layer")
     for name in ("norm_attention_inputs", "norm_mlp"):
         original = getattr(layer, name)
         monkeypatch.setattr(layer, name, lambda *a, name=name, original=original: found.append(name) or original(*a))

@@ -301,7 +301,7 @@ def test_torch_compile_behind_a_vision_tower(package, text):
 @pytest.mark.parametrize("backwards", (False, True), ids=("", "backwards"))
 def test_two_families_behind_one_vision_tower(package, calls, backwards):
     """Their class is one: what is on one model is not on the other, and everything comes off again in either order."""
-    patching = importlib.import_module(f"{package.__name__}.shared.hf.patching")
+    patching = importlib.import_module(f"{package.__name__}.shared.hf.install.patching")
     families = calls_of(package).families
     models = [tiny_behind_a_tower(text) for text in ("mistral", "ministral3")]
     cls, inputs = type(models[0]), inputs_with_images(models[0])

@@ -1,9 +1,9 @@
 """The dense decoders: Llama, Qwen, Mistral, Gemma, Phi and their kin."""
 
-from ..hf.decoder_layer import FusedLayer
-from ..hf.families import LOSS, Family, LayerNorms, Vision
-from ..hf.served import Served
-from ..hf.warmup import Case, Sizes
+from ..hf.family.families import LOSS, Family, LayerNorms, Vision
+from ..hf.install.served import Served
+from ..hf.install.warmup import Case, Sizes
+from ..hf.layer.decoder_layer import FusedLayer
 from .qwen3 import QWEN3, WINDOW
 from .towers import (
     GEMMA3_VISION,

@@ -3,10 +3,10 @@
 from functools import partial
 
 from ..decoder.sparse import ExpertOptions
-from ..hf.decoder_layer import FusedLayer
-from ..hf.families import LOSS, Family, Sparse
-from ..hf.served import Served
-from ..hf.warmup import Case, Sizes, warm_up
+from ..hf.family.families import LOSS, Family, Sparse
+from ..hf.install.served import Served
+from ..hf.install.warmup import Case, Sizes, warm_up
+from ..hf.layer.decoder_layer import FusedLayer
 
 GPT_OSS = FusedLayer(
     Family(

@@ -1,9 +1,9 @@
 """Qwen3 and Qwen3-MoE."""
 
-from ..hf.decoder_layer import FusedLayer
-from ..hf.families import LOSS, Family, Sparse
-from ..hf.served import Served
-from ..hf.warmup import Case, Sizes
+from ..hf.family.families import LOSS, Family, Sparse
+from ..hf.install.served import Served
+from ..hf.install.warmup import Case, Sizes
+from ..hf.layer.decoder_layer import FusedLayer
 
 WINDOW = (("sliding_window", "sliding_window"),)
 QWEN3 = FusedLayer(Family("Qwen3", "transformers.models.qwen3.modeling_qwen3", "Qwen3", qk_norm="head", options=WINDOW))

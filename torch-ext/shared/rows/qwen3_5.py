@@ -4,15 +4,15 @@ from functools import partial
 
 import torch
 
-from ..hf import layers, served
-from ..hf.arguments import forward_of
-from ..hf.decoder_layer import FusedLayer
-from ..hf.delta_net import INPUTS, INPUTS_BY_KEY_HEAD, NET, delta_net_forward, gated_norm_forward
-from ..hf.families import LOSS, Family, Mixer, Sparse, Targets, Vision
-from ..hf.mixed_layer import MixedLayer
-from ..hf.modules import Layer
-from ..hf.row_documents import documents_for
-from ..hf.warmup import EPS, Case, Maker, Sizes, attend, warm_up
+from ..hf.attention.row_documents import documents_for
+from ..hf.family.arguments import forward_of
+from ..hf.family.families import LOSS, Family, Mixer, Sparse, Targets, Vision
+from ..hf.install import layers, served
+from ..hf.install.warmup import EPS, Case, Maker, Sizes, attend, warm_up
+from ..hf.layer.decoder_layer import FusedLayer
+from ..hf.layer.delta_net import INPUTS, INPUTS_BY_KEY_HEAD, NET, delta_net_forward, gated_norm_forward
+from ..hf.layer.mixed_layer import MixedLayer
+from ..hf.parts.modules import Layer
 from ..ops.gated_delta_rule import gated_delta_rule
 from ..ops.gated_output import gated_output
 from ..ops.gated_rms_norm import gated_rms_norm

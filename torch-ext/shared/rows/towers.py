@@ -1,6 +1,6 @@
 """Models with a vision tower before the decoder: what their forwards take. `whole` in a row, or one of its `towers`."""
 
-from ..hf.families import Vision
+from ..hf.family.families import Vision
 
 GEMMA_VISION = (
     "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",

@@ -1,7 +1,7 @@
 """The functions that users call: apply the layers to models of every family that the package serves, inspect them, and remove them."""
 
 from . import layers
-from .shared.hf.interface import Interface
+from .shared.hf.install.interface import Interface
 from .shared.rows.dense import SERVED
 
 _calls = Interface(__package__, [SERVED], layers, {"RMSNorm": layers.RMSNorm})

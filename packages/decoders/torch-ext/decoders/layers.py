@@ -1,8 +1,8 @@
 """The layers that stand in for more than one family's; those of one family are made from its row. They have no state: `self` is the module
 whose forward they become."""
 
-from .shared.hf import layers
-from .shared.hf.modules import Layer
+from .shared.hf.install import layers
+from .shared.hf.parts.modules import Layer
 from .shared.rows.dense import LLAMA, ROWS
 
 

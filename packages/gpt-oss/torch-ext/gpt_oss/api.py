@@ -1,7 +1,7 @@
 """The functions that users call: apply the layers to GPT-OSS, inspect them, and remove them."""
 
 from . import layers
-from .shared.hf.interface import Interface
+from .shared.hf.install.interface import Interface
 from .shared.rows.gpt_oss import SERVED
 
 _calls = Interface(__package__, [SERVED], layers)

@@ -1,7 +1,7 @@
 """The layers that take the place of GPT-OSS's. They have no state: `self` is the module whose forward they become."""
 
-from .shared.hf import layers
-from .shared.hf.modules import Layer
+from .shared.hf.install import layers
+from .shared.hf.parts.modules import Layer
 from .shared.rows.gpt_oss import GPT_OSS
 
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from . import layers
 from .back_end import TAKEN
-from .shared.hf import doctor
-from .shared.hf.binding import BoundForward
-from .shared.hf.explanation import Explanation, Reason, explanation_of, no_kernels
-from .shared.hf.hub import mapping_of
-from .shared.hf.modules import is_marked
+from .shared.hf.parts.binding import BoundForward
+from .shared.hf.parts.explanation import Explanation, Reason, explanation_of, no_kernels
+from .shared.hf.parts.hub import mapping_of
+from .shared.hf.parts.modules import is_marked
+from .shared.hf.say import doctor
 from .shared.ops.common import autocasts
 
 NORMS = {nn.LayerNorm: layers.LayerNorm, nn.GroupNorm: layers.GroupNorm, nn.RMSNorm: layers.TorchRMSNorm}

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from .norms import rms_norm
-from .shared.hf.weights import is_plain
+from .shared.hf.parts.weights import is_plain
 from .shared.ops.common import autocasts
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
 from .shared.ops.group_norm import group_norm

@@ -8,7 +8,7 @@ from .forwards import (
     rms_norm_forward,
     torch_rms_norm_forward,
 )
-from .shared.hf.modules import Layer, rotary_forward
+from .shared.hf.parts.modules import Layer, rotary_forward
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary, rotary_multimodal
 

@@ -1,7 +1,7 @@
 """The functions that users call: apply the layers to Qwen3.5, Qwen3.5-MoE and Qwen3-Next, inspect them, and remove them."""
 
 from . import layers
-from .shared.hf.interface import Interface
+from .shared.hf.install.interface import Interface
 from .shared.rows.qwen3_5 import SERVED
 
 NAMED = {

@@ -1,8 +1,9 @@
 """The layers that take the place of Qwen3.5's and Qwen3-Next's, and those under the names that transformers opens for every gated delta
 net. They have no state: `self` is the module whose forward they become."""
 
-from .shared.hf import delta_net, layers
-from .shared.hf.modules import Layer
+from .shared.hf.install import layers
+from .shared.hf.layer import delta_net
+from .shared.hf.parts.modules import Layer
 from .shared.rows import qwen3_5 as rows
 from .shared.rows.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 

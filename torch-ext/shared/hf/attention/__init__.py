@@ -1,0 +1,1 @@
+"""Who computes attention, and which tokens see which."""

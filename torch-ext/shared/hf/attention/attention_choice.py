@@ -1,0 +1,390 @@
+"""Who computes a model's attention: our name among transformers' implementations, and which models get it without asking.
+
+A model that did not ask for an implementation by name gets ours where its kernels run. Its configuration does not say so: that is the
+user's, who copies it, saves it and makes other models of it. The decoder and its attention hold one of ours instead, which shares the
+state of the user's and answers for it.
+"""
+
+import copy
+import functools
+import operator
+import sys
+import warnings
+import weakref
+from typing import Any, Dict, Iterable, Iterator, Optional
+
+import torch
+
+from ...ops.attention import takes_heads
+from ...runtime.device import kernels_run_on
+from ..family.ownership import all_are_seen, hands_on, is_wrapper
+from ..parts.binding import remember
+from ..parts.explanation import Reason
+from ..parts.modules import SAVED
+from ..parts.offers import offer, withdraw
+from ..parts.weights import weight_within
+from .attention import attention_forward
+from .defaults import (
+    ATTENTION,
+    EAGER,
+    MAKERS,
+    MASKING,
+    STORED,
+    are_defaults_own,
+    look_up,
+    mask_makers,
+    said_of_spread,
+    spread_by,
+    why_not_own_defaults,
+)
+from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
+
+CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
+TRL_TRAINERS = "trl.trainer."
+NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
+WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
+NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
+OFFERED = SAVED + "attention"  # on an interface of transformers: by package, the function that it offers there under our name
+
+_decoders: set = set()  # classes of models without a head that packages know
+_choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
+_spread: set = set()  # who spreads attention over processes, as `choose_attention` has said
+_defaulted: dict = {}  # by id: configurations whose implementation transformers chose, referred to weakly
+
+
+def _interfaces():
+    """(interface of transformers, our function) of those that are imported."""
+    found = ("AttentionInterface", "transformers.modeling_utils", attention_forward), ("AttentionMaskInterface", MASKING, visible_mask)
+    return [(getattr(sys.modules[module], name), ours) for name, module, ours in found if module in sys.modules]
+
+
+def register_attention(*decoders: Any) -> None:
+    """Makes attn_implementation="bastile" a choice for every model of transformers. decoders: classes of models without a head that a
+    package knows; their masks are causal, so torch.compile needs not look into them."""
+    _decoders.update(decoders)
+    TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
+    MAKERS.update((decoder.config_class, mask_makers(decoder)) for decoder in decoders)
+    EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
+    for interface, ours in _interfaces():
+        offer(interface, OFFERED, ATTENTION, ours, __name__)
+
+
+def unregister_attention(modules: Iterable = ()) -> None:
+    """Takes this package's implementation back. What is left is another package's, or none unless one of the modules asks for it by name:
+    it goes on asking."""
+    asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
+    for interface, _ in _interfaces():
+        withdraw(interface, OFFERED, ATTENTION, __name__, lambda: asked)
+
+
+def head_dim_of(config) -> Optional[int]:
+    """The size of a head by a model's configuration, None where it says nothing of heads."""
+    found, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", 0)
+    return config.hidden_size // heads if found is None and heads else found
+
+
+def _has_kernels(config) -> bool:
+    """Tells whether this package has attention's kernels for a model."""
+    return takes_heads(head_dim_of(config), capped=caps_scores(config))
+
+
+def why_no_kernel(module) -> Optional[Reason]:
+    """Why a decoder's attention is never ours on a GPU whose kernels run, None where it may be; None for every other module."""
+    if type(module) not in _decoders:
+        return None
+    config, weight = module.config, weight_within(module)
+    if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
+        return None
+    kept = name_that_is_kept(module) or vars(module).get(WITHOUT)
+    replaced = None if kept else why_not_own_defaults(config)
+    if replaced is not None:
+        return replaced
+    if _has_kernels(config):
+        return _why_not_told(module)
+    text = f"there is no kernel for heads of {head_dim_of(config)}"
+    if caps_scores(config):
+        return Reason("shape", f"{text} whose scores are capped, so attention is transformers' eager one")
+    return Reason("shape", f"{text}, so windows, documents and padding are a mask of SDPA's")
+
+
+# ---------------------------------------------------------------- choosing it
+class _State:
+    """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
+    that transformers chooses; on: whether ours takes its place; off: whether it takes the place of ours, which was asked for by name;
+    layers: of the decoder when all of it was told."""
+
+    __slots__ = ("config", "decoder", "default", "layers", "off", "on")
+
+    def __init__(self, config, decoder):
+        self.config, self.decoder, self.on, self.off, self.layers = config, weakref.ref(decoder), False, False, 0
+        self.default = "sdpa" if decoder._supports_sdpa else "eager"
+
+
+def _implementation(config) -> Optional[str]:
+    """Read by every layer in every pass."""
+    stored = look_up(config, "__dict__").get(STORED)
+    try:
+        state = look_up(config, CHOICE)
+    except AttributeError:  # transformers has made another one of our class
+        return stored
+    if stored == state.default:
+        return ATTENTION if state.on else stored
+    return state.default if state.off and stored == ATTENTION else stored
+
+
+def _ask_for(config, name: Optional[str]) -> None:
+    """Sets an implementation that was asked for by name, even the current one: `set_attn_implementation` of a model calls this too."""
+    state = getattr(config, CHOICE, None)
+    if name == ATTENTION == _implementation(config):
+        return  # another model is made of this configuration, and writes what it reads
+    config.__dict__[STORED] = name
+    if state is not None:
+        state.on = False
+        if state.decoder() is not None and not _asked_by_continuous_batching():
+            vars(state.decoder())[NAMED] = True
+
+
+def _asked_by_continuous_batching() -> bool:
+    """Tells whether `generate_batch` is asking. It sets an implementation for pages while it runs, and the one before that afterwards, with
+    the function that users call: taken for a choice of theirs, the second would keep our attention from all training that follows."""
+    return next(_callers_in(CONTINUOUS_BATCHING), None) is not None
+
+
+def _asked_for_the_policy() -> bool:
+    """Tells whether a trainer of TRL is asking for the implementation of its reference model's policy, which nobody asked for by name."""
+    for frame in _callers_in(TRL_TRAINERS):
+        policy = getattr(frame.f_locals.get("self"), "model", None)
+        if isinstance(policy, torch.nn.Module):
+            given = getattr(frame.f_locals.get("args"), "model_init_kwargs", None) or {}
+            named = [NAMED in vars(module) for module in policy.modules() if type(module) in _decoders]
+            return bool(named) and not any(named) and "attn_implementation" not in given
+    return False
+
+
+def _callers_in(module: str) -> Iterator[Any]:
+    """The frames of the callers in modules whose names begin so, the nearest first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(module):
+            yield frame
+        frame = frame.f_back
+
+
+def _absent(config):
+    raise AttributeError
+
+
+def _own(config):
+    """The user's configuration that one of ours wraps; any other configuration itself."""
+    state = getattr(config, CHOICE, None)
+    if state is not None:
+        return state.config
+    if CHOICE not in vars(type(config)):
+        return config
+    made: Any = object.__new__(type(config).__mro__[1])  # transformers has made another one of our class
+    made.__dict__.update(config.__dict__)
+    return made
+
+
+def _class_of_ours(cls: Any) -> type:
+    """The class of a configuration that answers for one of a class. All who ask see that class, and copies are of it again."""
+    made = _choosing.get(cls)
+    if made is None:
+        names: dict = {
+            "__slots__": (CHOICE,),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            STORED: property(_implementation, _ask_for),
+            "_attn_implementation": property(_implementation, cls._attn_implementation.fset),
+            # transformers up to 5.20 notes there that it has set this configuration, and sets it no second time.
+            "_attn_was_changed": property(_absent, lambda self, value: None),
+            "__eq__": lambda self, other: _own(self) == _own(other),
+            "__hash__": None,
+            "__copy__": lambda self: copy.copy(_own(self)),
+            "__deepcopy__": lambda self, memo: copy.deepcopy(_own(self), memo),
+            "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((_own(self),),)),
+        }
+        made = _choosing[cls] = type(cls.__name__, (cls,), names)
+    return made
+
+
+def watch_attention(model) -> _State:
+    """Gives a decoder a configuration of ours (or keeps one of another of our packages), which notices when an implementation is asked for
+    by name. Returns its state."""
+    config = vars(model)["config"]
+    state = getattr(config, CHOICE, None)
+    if state is None or state.decoder() is not model:
+        config = _own(config)
+        ours: Any = object.__new__(_class_of_ours(type(config)))
+        state = _State(config, model)
+        object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
+        object.__setattr__(ours, CHOICE, state)
+        if type(config) in TRACEABLE:
+            TRACEABLE[type(ours)] = TRACEABLE[type(config)]
+        vars(model)["config"] = ours
+        remember(model)
+    return state
+
+
+def give_attention_back(module) -> None:
+    """Gives a decoder, or a part of one, the configuration that it had before `watch_attention`, and what is in it, too."""
+    ours = vars(module).get("config")
+    state = getattr(ours, CHOICE, None)
+    if state is not None:
+        for part in module.modules() if state.decoder() is module else (module,):
+            if vars(part).get("config") is ours:
+                vars(part)["config"] = state.config
+
+
+def leave_attention(module) -> None:
+    """Leaves a decoder the implementation that it had, until `choose_attention` is called again."""
+    state = getattr(vars(module).get("config"), CHOICE, None)
+    if state is not None:
+        state.on = state.off = False
+
+
+def choose_attention(model) -> None:
+    """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
+    one that was asked for by name, and one where a function of the user's or a library's is in the place of transformers' own. Where a part
+    of it may not know what ours hands it for a mask, or attention is spread over processes, it has the default one in either case."""
+    state, described = watch_attention(model), vars(model)
+    named, spread = vars(state.config).get(STORED), spread_by(state.config)
+    asked = NAMED in described or described.get(WITHOUT) or named != state.default
+    if asked or not (spread or are_defaults_own(state.config)):
+        state.on = False
+    elif not state.on:
+        weight = weight_within(model)
+        fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
+        state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
+    why_not = ""
+    if state.on or named == ATTENTION:
+        why_not = said_of_spread(spread) if spread else _said_of(_untold(model, state))
+    if why_not and named == ATTENTION and not state.off:
+        warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {why_not}", RuntimeWarning, stacklevel=2)
+    elif spread and state.on and spread not in _spread:
+        _spread.add(spread)
+        warnings.warn(f"attention is transformers': {why_not}", RuntimeWarning, stacklevel=2)
+    state.on, state.off = state.on and not why_not, bool(why_not) and named == ATTENTION
+
+
+def name_that_is_kept(model) -> str:
+    """The implementation that a decoder keeps because it was asked for by name; "" where there is none, or where that is ours."""
+    name = vars(model.config).get(STORED) if NAMED in vars(model) else ATTENTION
+    return "" if name == ATTENTION else str(name)
+
+
+def _untold(model, state: _State) -> Any:
+    """Gives every attention layer of a decoder the configuration that announces our implementation.
+
+    Returns the first module that cannot have it, or None if all do. A module cannot if other code reads the arguments of its calls, since
+    that code expects transformers' masks, or if it asks for another implementation.
+    """
+    ours, layers = vars(model)["config"], getattr(model, "layers", ())
+    if state.layers != len(layers):
+        state.layers = len(layers)
+        for module in model.modules():
+            if vars(module).get("config") is state.config:
+                vars(module)["config"] = ours
+    for layer in layers:
+        attention = layer.__dict__["_modules"].get("self_attn")
+        if attention is not None and attention.__dict__.get("config") is ours and hands_on(layer) and hands_on(attention):
+            continue  # nearly always
+        untold = _untold_in(layer, ours, state)
+        if untold is not None:
+            return untold
+    return None if len(layers) and not all_are_seen() else model
+
+
+def _untold_in(part, ours, state: _State) -> Any:
+    """Does what `_untold` does for one part: a layer, its attention, or a library's wrapper around either."""
+    if not hands_on(part):
+        return part
+    described = part.__dict__
+    attention = described["_modules"].get("self_attn")
+    if attention is not None:
+        return _untold_in(attention, ours, state)
+    held = described.get("config")
+    if held is ours:
+        return None
+    if is_wrapper(part):
+        found = (_untold_in(each, ours, state) for each in _wrapped_by(part))
+        return next((each for each in found if each is not None), None)
+    if held is None:  # a layer that mixes its tokens otherwise, and is handed no such mask
+        return None
+    if not isinstance(held, type(state.config)) or held.__dict__.get(STORED) not in (state.default, ATTENTION):
+        return part
+    described["config"] = ours  # of a layer or an attention that was copied or exchanged
+    return None
+
+
+def _wrapped_by(wrapper):
+    """The modules in a library's wrapper: PEFT's has the original and a copy for each adapter."""
+    for part in wrapper.__dict__["_modules"].values():
+        yield from part.values() if isinstance(part, torch.nn.ModuleDict) else (part,)
+
+
+def _said_of(untold) -> str:
+    """Says why a module was not told; "" for None."""
+    if untold is None:
+        return ""
+    name = type(untold).__name__
+    if hands_on(untold):
+        return f"{name} asks for another implementation"
+    return f"{name} is not transformers' own, or has hooks that see its arguments, and may need masks of transformers'"
+
+
+def _why_not_told(model) -> Optional[Reason]:
+    """Why a decoder that may have our attention does not get it, None where it does or was told to have another one."""
+    state, described = getattr(vars(model)["config"], CHOICE, None), vars(model)
+    if state is None:
+        return None
+    named = vars(state.config).get(STORED)
+    if named != ATTENTION and (NAMED in described or described.get(WITHOUT) or named != state.default):
+        return None
+    said = _said_of(_untold(model, state))
+    return Reason("model", said) if said else None
+
+
+# ---------------------------------------------------------------- knowing what was asked for by name
+def note_new_models(package: str) -> None:
+    """Notes on each decoder that is made from now on whether its implementation was asked for by name, which cannot be seen afterwards:
+    transformers writes its own choice in the same place. package: the one that wants it noted."""
+    cls: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    noting = vars(cls).get(NOTING)
+    if noting is None:
+        noting, original = {}, cls.__init__
+
+        @functools.wraps(original)
+        def noted(self, config, *args, **kwargs):
+            requested = getattr(_own(config), "_attn_implementation", None)
+            original(self, config, *args, **kwargs)
+            for note in list(noting.values()):
+                note(self, _own(config), requested)
+
+        setattr(noted, NOTING, True)
+        setattr(cls, NOTING, noting)
+        cls.__init__ = noted
+    noting[package] = _note
+
+
+def ignore_new_models(package: str) -> None:
+    """Undoes `note_new_models`."""
+    cls: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    noting = {} if cls is None else vars(cls).get(NOTING, {})
+    if noting.pop(package, None) is None or noting:
+        return
+    delattr(cls, NOTING)
+    if NOTING in vars(cls.__init__) and not hasattr(cls.__init__.__wrapped__, NOTING):
+        cls.__init__ = cls.__init__.__wrapped__
+
+
+def _note(model, config, requested: Optional[str]) -> None:
+    """Is called with each model of transformers that is made, the outer one before the one in it. requested: what the configuration said
+    before transformers chose."""
+    if requested is None:
+        number = id(config)
+        _defaulted[number] = weakref.ref(config, lambda _: _defaulted.pop(number, None))
+    elif id(config) not in _defaulted and type(model) in _decoders and not _asked_for_the_policy():
+        vars(model)[NAMED] = True
+    if type(model) in _decoders:
+        watch_attention(model)

@@ -1,0 +1,1 @@
+"""Layers replayed as CUDA graphs in training."""

@@ -1,0 +1,276 @@
+"""Replays a model's decoder layers as CUDA graphs in training, for batches of one shape, or for the lengths that come most often: two
+launches for several layers instead of about forty for each.
+
+With few tokens the host cannot start a layer's kernels as fast as the GPU finishes them. The layers' forward and backward passes are
+therefore recorded once and replayed. Everything that is not exactly what was recorded runs as before: other shapes, evaluation, generation,
+hooks, a second forward pass before the first one's backward pass.
+
+The pass that a model is in (`Model.current`) is an `ObservedPass`, a `ReplayedPass`, or None where it runs as before.
+"""
+
+import sys
+import threading
+import warnings
+import weakref
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ...ops.second_run import in_backward_pass
+from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
+from ..parts.binding import BoundForward
+from ..parts.explanation import Reason
+from ..parts.modules import LAYER
+from .captured_passes import Kind, ObservedPass, ReplayedPass
+from .graph_memory import Memory
+from .graph_sizes import Sizes
+from .graphed_checkpoints import is_checkpointed, why_not_graphed
+from .graphed_layers import GRAPHS, WITHOUT_GRAPHS, run
+from .layer_calls import check_weights, described, obstacle
+
+SEVERAL = -1  # threads that train a model
+OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
+STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs
+KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
+
+
+class _NotCopied:
+    """Becomes None in a copy of what holds it (copy.deepcopy, pickle): a copied model runs as before."""
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return (type(None), ())
+
+
+class Model(_NotCopied):
+    """The layers of a model, the shapes that are to be replayed, and the kinds of passes that came."""
+
+    def __init__(self, layers: List[nn.Module]):
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self.shapes: set = set()
+        self.sizes: Optional[Sizes] = None  # of passes of other shapes, if any are to be replayed
+        self.memory = Memory()
+        self.starts = 0  # with other pools
+        self.kinds: Dict[tuple, Kind] = {}
+        self.current: Union[ObservedPass, ReplayedPass, None] = None
+        self.waiting: set = set()  # replayed forward passes before the end of their backward pass
+        self.reasons: List[Reason] = []  # why passes of a wanted shape ran as before
+        self.thread: Optional[int] = None  # the one that trains, or `SEVERAL`
+        self.lock = threading.RLock()  # held while a pass begins
+        self._pool: Optional[GraphPool] = None
+
+    @property
+    def layers(self) -> list:
+        return [layer() for layer in self._layers]
+
+    def pool(self, device: torch.device) -> GraphPool:
+        """The pool of the existing graphs, in which the next are recorded. One that no graph uses any more cannot be used again."""
+        if self._pool is None or not any(kind.graphed for kind in self.kinds.values()):
+            self._pool = GraphPool(device)
+            self.memory.forget_pool()
+        return self._pool
+
+    def nbytes(self) -> int:
+        """Returns the bytes of the memory that the existing graphs took."""
+        return 0 if self._pool is None or not any(kind.graphed for kind in self.kinds.values()) else self._pool.nbytes
+
+    def takes_too_much(self) -> bool:
+        """Tells whether graphs of several sizes take more memory than they may."""
+        return self.sizes is not None and self.nbytes() > self.sizes.nbytes
+
+    def starts_over(self) -> bool:
+        """Where graphs take too much memory, forgets all of them, so that they are recorded again in another pool when they come again.
+        Returns whether it did."""
+        if not self.takes_too_much() or self.starts == STARTS:
+            return False
+        self.starts += 1
+        for kind in self.kinds.values():
+            kind.forget_graphs()
+        return True
+
+    def wants(self, shape: tuple) -> bool:
+        """Tells whether passes of a shape (batch, tokens) are to be replayed."""
+        return self.sizes is not None or shape in self.shapes
+
+    def run_as_before(self, reason: Reason) -> None:
+        """Replays no more of the current pass, and warns once why."""
+        self.current = None
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            warnings.warn(f"captured layers run as before: {reason.text}", RuntimeWarning, stacklevel=2)
+
+    def is_trained_here(self) -> bool:
+        """Tells whether this thread is the one that trains the model. A second one ends all replays: gradients of graphs lie in memory that
+        the next pass writes, and while that moves them away, what another thread adds to them would be lost."""
+        here = threading.get_ident()
+        if self.thread not in (here, SEVERAL):
+            with self.lock:  # while a pass is recorded, the layers hold other parameters
+                if self.thread in sys._current_frames():
+                    self.thread = SEVERAL
+                    self.kinds.clear()
+                    self.run_as_before(Reason("threads", "a second thread trains the model"))
+                elif self.thread != SEVERAL:
+                    self.thread = here
+        return self.thread == here
+
+    def begin(self, key: tuple, x: torch.Tensor) -> None:
+        """Begins a pass at the first layer."""
+        with self.lock:
+            self.current = None
+            if self.waiting or self.thread == SEVERAL:
+                return
+            kind = self._kind(key, tuple(x.shape[:-1]))
+            if kind is not None:
+                # A gradient may lie where a graph that ran for an earlier one writes next: a backward pass takes what those before it read.
+                self.memory.release_gradients()
+                self.current = kind.begin(x)
+
+    def _kind(self, key: tuple, shape: tuple) -> Optional[Kind]:
+        """The kind of a pass that is to be replayed, or recorded for that; None for others."""
+        if shape in self.shapes:
+            asked = sum(tuple(each[0][:-1]) in self.shapes for each in self.kinds)
+            if key not in self.kinds and asked == KINDS:
+                self.run_as_before(Reason("call", f"there are more than {KINDS} kinds of passes by shape, mask and arguments"))
+                return None
+        elif self.sizes is not None:
+            choice = self.sizes.choose(key)
+            if choice.instead_of is not None:
+                self.kinds.pop(choice.instead_of, None)
+            if not choice.chosen:
+                return None
+        return self.kinds.setdefault(key, Kind(self))
+
+
+class Place(_NotCopied):
+    """A layer's place in its model."""
+
+    def __init__(self, model: Model, index: int):
+        self.model, self.index = model, index
+
+
+def captured_forward(layer, *args, **kwargs):
+    """The forward of a layer under `capture`: replays its graphs where the call is the recorded one."""
+    place = layer.__dict__.get(GRAPHS)
+    if place is None or torch.compiler.is_compiling() or in_backward_pass():  # a checkpoint's second run
+        return run(layer, args, kwargs)
+    model, x = place.model, args[0] if args else kwargs["hidden_states"]
+    if not torch.is_grad_enabled():
+        reason = why_not_graphed(layer) if place.index == 0 and is_checkpointed(layer) else None  # a reentrant one's first run
+        if reason is not None and model.wants(tuple(x.shape[:-1])):
+            model.run_as_before(reason)
+        return run(layer, args, kwargs)
+    if not (model.is_trained_here() and layer.training) or not model.wants(tuple(x.shape[:-1])) or is_recording(x):
+        return run(layer, args, kwargs)
+    current = model.current  # of which a second thread may make None
+    if current is None and place.index:  # the first layer has decided it
+        return run(layer, args, kwargs)
+    if isinstance(current, ReplayedPass):
+        output = current.take(place.index, x, args, kwargs)
+        if output is not None:
+            return output
+    reason = obstacle(layer, x, args)
+    key, tensors = None, ()
+    if reason is None:
+        key, tensors, reason = described(layer, x, kwargs)
+    if reason is not None:
+        model.run_as_before(reason)
+        return run(layer, args, kwargs)
+    if place.index == 0:
+        model.begin(key, x)
+    current = model.current
+    if current is None or current.next != place.index:
+        model.current = None
+        return run(layer, args, kwargs)
+    return current.call(layer, args, kwargs, key, tensors)
+
+
+setattr(captured_forward, LAYER, captured_forward)
+
+
+def release(module: nn.Module) -> None:
+    """Takes the graphs off a layer, and puts back the forward that it had before."""
+    state = module.__dict__
+    before = state.pop(WITHOUT_GRAPHS, None)
+    if state.pop(GRAPHS, None) is None and before is None:
+        return
+    if getattr(state.get("forward"), "bound_function", None) is captured_forward:
+        if before is None:
+            del state["forward"]
+        else:
+            state["forward"] = before
+
+
+def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
+    """Tells whether the layers of a causal LM are to be replayed for a batch of a shape [batch, tokens]. Its padding must then stay."""
+    model = causal_lm.__dict__.get(GRAPHS)
+    return model is not None and tuple(shape) in model.shapes
+
+
+def capture(
+    layers: List[nn.Module],
+    causal_lms: List[nn.Module],
+    batch: Optional[int],
+    tokens: Optional[int],
+    sizes: int,
+    memory: Optional[float],
+) -> None:
+    """Replays the decoder layers of a model for inputs [batch, tokens], or the sizes that come most often; see `capture` of a package.
+    causal_lms: what holds the layers."""
+    by_shape = batch is not None or tokens is not None
+    for name, number in (("batch", batch), ("tokens", tokens)) if by_shape else (("sizes", sizes),):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}, expected a positive int")
+    if memory is not None and not (isinstance(memory, (int, float)) and memory > 0):
+        raise ValueError(f"memory is {memory!r}, expected GiB, a positive number, or None")
+    check_weights(layers, can_record)
+    place = layers[0].__dict__.get(GRAPHS)
+    if place is None or place.model.layers != layers:
+        model = Model(layers)
+        for index, layer in enumerate(layers):
+            release(layer)
+            state = layer.__dict__
+            if "_hf_hook" in state:
+                raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
+            state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), Place(model, index)
+            state["forward"] = BoundForward(captured_forward, layer)
+    model = layers[0].__dict__[GRAPHS].model
+    if by_shape:
+        model.shapes.add((batch, tokens))
+    else:
+        device = next(layers[0].parameters()).device
+        model.sizes = Sizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
+    for causal_lm in causal_lms:
+        causal_lm.__dict__[GRAPHS] = model
+
+
+class Captured(NamedTuple):
+    """Holds how much of a training `capture` without a shape replays. sizes: how many have graphs; seen: how many kinds of passes there
+    were; share: of all passes, those of a size that has graphs; nbytes: the memory that the graphs take."""
+
+    sizes: int
+    seen: int
+    share: float
+    nbytes: int
+
+
+def captured_sizes(layer: nn.Module) -> Optional[Captured]:
+    """Returns what is captured of the sizes of a layer's model; None unless `capture` was called without a shape."""
+    place = layer.__dict__.get(GRAPHS)
+    if place is None or place.model.sizes is None:
+        return None
+    sizes, kinds = place.model.sizes, place.model.kinds
+    recorded = [key for key in sizes.chosen if key in kinds and kinds[key].graphed]
+    share = sum(sizes.passes[key] for key in recorded) / max(sum(sizes.passes.values()), 1)
+    return Captured(len(recorded), len(sizes.passes), share, place.model.nbytes())
+
+
+def captured_passes(layer: nn.Module) -> Tuple[List[tuple], List[Reason]]:
+    """([(batch and tokens, whether they are recorded by now)], [why a pass ran as before]) of a layer's model; empty without `capture`."""
+    place = layer.__dict__.get(GRAPHS)
+    if place is None:
+        return [], []
+    recorded = {tuple(key[0][:-1]) for key, kind in place.model.kinds.items() if kind.graphed}
+    return [(shape, shape in recorded) for shape in sorted(place.model.shapes)], place.model.reasons

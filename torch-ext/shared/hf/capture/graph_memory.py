@@ -1,0 +1,101 @@
+"""The memory that the graphs of a model share: what they read, and what of that which they compute lives on after them.
+
+A replay is over before the next one begins, of whatever size either is, so all graphs record in one pool of memory, in which each finds
+free what the ones before it needed only while they ran. What has to stay where it is lies here, once for all sizes: the arguments of layers
+(`InputBuffer`), and what layers return, its gradients and those of weights (`Memory.settled`).
+"""
+
+import weakref
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ...runtime.device import version_of
+
+
+class Memory:
+    """The memory that the graphs of a model share."""
+
+    def __init__(self):
+        self._buffers: Dict[tuple, torch.Tensor] = {}  # what graphs read
+        self._homes: Dict[tuple, torch.Tensor] = {}  # what graphs wrote first, in their pool, to which others copy
+        self._gradients: Dict[tuple, Tuple[Any, torch.Tensor]] = {}  # (weakly, a parameter; its gradient's home)
+
+    def buffer(self, name: Any, like: torch.Tensor) -> torch.Tensor:
+        """Memory to read a tensor from, like `like`, the same for every size that has room in it. Made outside of recordings."""
+        numel, key = like.numel(), (name, like.dtype, like.device)
+        if not torch.empty_like(like, device="meta").is_contiguous():
+            return torch.empty_like(like)
+        kept = self._buffers.get(key)
+        if kept is None or kept.numel() < numel:
+            kept = self._buffers[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return kept[:numel].view(like.shape)
+
+    def settled(self, names: Sequence[Any], tensors: Sequence[Optional[torch.Tensor]]) -> List[Optional[torch.Tensor]]:
+        """The tensors where they may stay, while they are recorded: the first one of a name where it is, others where that one has room for
+        them. All graphs write there; each name stands for a tensor that one pass has once."""
+        found, homes, moved = [], [], []
+        for name, tensor in zip(names, tensors):
+            if tensor is None or not tensor.is_contiguous():
+                found.append(tensor)
+                continue
+            key = name, tensor.dtype
+            home = self._homes.get(key)
+            if home is None or home.numel() < tensor.numel():
+                home = self._homes[key] = tensor
+            else:
+                home = home.view(-1)[: tensor.numel()].view(tensor.shape)
+                homes.append(home)
+                moved.append(tensor)
+            found.append(home)
+        if moved:
+            torch._foreach_copy_(homes, moved)
+        return found
+
+    def settled_gradients(self, first: int, parameters: Sequence[nn.Parameter], tensors) -> List[Optional[torch.Tensor]]:
+        """`settled`, of the gradients of parameters. first: number of the first layer of those whose backward pass computes them."""
+        found = self.settled([("gradient", first, id(parameter)) for parameter in parameters], tensors)
+        for parameter, home in zip(parameters, found):
+            if home is not None:
+                self._gradients[first, id(parameter), home.data_ptr()] = weakref.ref(parameter), home
+        return found
+
+    def release_gradients(self) -> None:
+        """Moves the gradients that parameters still have from earlier passes out of the memory that graphs write."""
+        for key, (reference, home) in list(self._gradients.items()):
+            parameter = reference()
+            if parameter is None:
+                del self._gradients[key]
+                self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
+            elif parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    def forget_pool(self) -> None:
+        """Lets go what lies in a pool that no graph uses any more."""
+        self._homes.clear()
+        self._gradients.clear()
+
+
+class InputBuffer:
+    """The memory from which graphs read an argument that many layers get. It is filled once a pass, and again where the tensor changes
+    between layers."""
+
+    def __init__(self, memory: Memory, number: int, like: torch.Tensor):
+        """number: of the tensor among all that the layers get."""
+        self.buffer = memory.buffer(("argument", number), like)
+        self.buffer.copy_(like)
+        self.version: Optional[int] = None
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forgets which tensor filled it: between two passes it may have been written to uncounted (`version_of`), and other sizes fill it,
+        too."""
+        self.source: Any = lambda: None
+
+    def load(self, tensor: torch.Tensor) -> None:
+        version = version_of(tensor)
+        if self.source() is tensor and self.version == version:
+            return
+        self.buffer.copy_(tensor)
+        self.source, self.version = weakref.ref(tensor), version

@@ -1,0 +1,280 @@
+"""A model family of transformers as a row of a table, and which layers of a package stand in for what of it.
+
+`Family` describes the decoder layer: the names of its parts and what they compute. A new family is one `Family`, and its layers
+(`decoder_layers`) in its package; nothing else knows a family by name.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Type
+
+from torch import nn
+
+from ..parts.lookups import own_rotary, rotary_replaced
+from .accounted import Names, accounted
+from .forwards import rotary_of, rotary_pos_emb, unless_replaced
+from .head import Head
+
+LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
+LOSS_WITH_VISION = "loss_with_vision of "  # and a class with a vision tower in front of the decoder: the same of that
+
+
+def argument_of(operation: str) -> str:
+    """The argument of `apply` that decides about an operation."""
+    return LOSS if operation.startswith(LOSS_WITH_VISION) else operation
+
+
+class LayerNorms(NamedTuple):
+    """The attributes of a decoder layer that hold its norms, None where there is none: of the residual stream in front of attention; of
+    attention's branch; in front of the MLP; of the MLP's branch."""
+
+    inputs: Optional[str] = "input_layernorm"
+    after: Optional[str] = None
+    before: Optional[str] = "post_attention_layernorm"
+    behind: Optional[str] = None
+
+
+class Sparse(NamedTuple):
+    """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
+    by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones. shared: the block's attribute with the MLP
+    that every token goes to, whose gate has that name and "_gate"; "" for none."""
+
+    classes: Tuple[str, str, str]
+    router: str = "gate"
+    by_logits: bool = False
+    shared: str = ""
+
+
+class Mixer(NamedTuple):
+    """Describes a module that mixes a layer's tokens. name: the layer's attribute, a key of `explanation.MIXERS`. inputs: its projections
+    of the normalised input. output: its last projection."""
+
+    name: str
+    inputs: Tuple[str, ...]
+    output: str
+
+
+class Vision(NamedTuple):
+    """A model with a vision tower in front of the decoder.
+
+    name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
+    scales and caps its logits as the causal LM does, instead of not at all; capped_since: the release since which it does, where it did
+    not before. rest: what transformers 5.17 calls the forward's other keyword
+    arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
+    deepstack: whether the decoder adds visual features between its layers. former: what transformers 5.17 has instead of
+    mm_encoder_outputs, "" for nothing.
+    """
+
+    name: str
+    arguments: Tuple[str, ...] = ()
+    capped: bool = True
+    capped_since: Tuple[int, ...] = ()
+    rest: str = "kwargs"
+    modeling: str = ""
+    deepstack: bool = False
+    former: str = ""
+
+
+class Family(NamedTuple):
+    """What a decoder layer of a family computes, and under which names.
+
+    model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds: see
+    `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
+    gate_up: the projections, several or a packed one. activation: "silu" or "gelu_tanh", in the MLP's attribute act. rotary: "halves" or
+    "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
+    as they always are in such a family. turned: attention's attribute that switches the rotary
+    embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
+    scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
+    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
+    or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
+    mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
+    angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what may
+    mix a layer's tokens instead of plain attention. divisor,
+    softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
+    gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
+    takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
+    where there is one. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
+    LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and
+    "MLP" by default. half_angles: whether cos and sin are half as wide as a head. called:
+    the layer's attributes of attention or the MLP where they compute what no row can say: they are called as the modules that they are,
+    and the layer around them is fused.
+    """
+
+    model: str
+    modeling: str
+    prefix: str
+    norms: LayerNorms = LayerNorms()
+    offset: float = 0.0
+    rounds: str = "first"
+    qk_norm: str = "none"
+    qkv: Tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: Tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "silu"
+    act: str = "act_fn"
+    rotary: str = "halves"
+    partial: bool = False
+    narrow: bool = False
+    turned: Optional[str] = None
+    multiplier: Optional[str] = None
+    options: Tuple[Tuple[str, ...], ...] = ()
+    dropouts: Tuple[str, ...] = ()
+    sparse: Optional[Sparse] = None
+    mlp: bool = True
+    norm_argument: str = "hidden_states"
+    mlp_argument: str = "x"
+    positions_first: bool = False
+    decoder: str = ""
+    mixers: Tuple[Mixer, ...] = ()
+    divisor: Optional[str] = None
+    softcap: Optional[str] = None
+    position_scale: Tuple[str, ...] = ()
+    whole: Optional[Vision] = None
+    towers: Tuple[Vision, ...] = ()
+    block: str = "mlp"
+    down: str = "down_proj"
+    absent: Tuple[str, ...] = ()
+    positions: bool = True
+    routed: bool = False
+    mlp_name: str = ""
+    half_angles: bool = False
+    called: Tuple[str, ...] = ()
+
+    def head(self, config) -> Head:
+        """What a causal LM of the family makes of its logits before the loss."""
+        return head_of(config, self.divisor, self.softcap)
+
+    def has_common_rotary(self) -> bool:
+        """Whether the rotary embedding is that of most families: halves of a whole head, in the angles' dtype."""
+        return self.rotary == "halves" and not self.partial and not self.narrow
+
+    def causal_lm(self) -> str:
+        """The class whose forward computes the loss."""
+        return self.whole.name if self.whole else f"{self.prefix}ForCausalLM"
+
+    def mlp_class(self) -> str:
+        """The class of the MLP."""
+        return self.mlp_name or f"{self.prefix}MLP"
+
+    def classes(self) -> Tuple[str, ...]:
+        """The classes whose forwards the fused decoder layer takes apart. What is called is not among them."""
+        names = [f"{self.prefix}RMSNorm"]
+        if "self_attn" not in self.called:
+            names.append(f"{self.prefix}Attention")
+        if self.mlp:
+            names.append(self.mlp_class())
+        return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
+
+
+def head_of(config, divisor: Optional[str], softcap: Optional[str]) -> Head:
+    """What is made of logits where a configuration has these attributes, None for nothing; see `Family`. A text of another family, behind
+    a tower that several have, may have no softcap."""
+    scale = 1.0 if divisor is None else 1.0 / getattr(config, divisor)
+    return Head(scale, None if softcap is None else getattr(config, softcap, None))
+
+
+class Targets(NamedTuple):
+    """Which layer of a package stands in for what of one model family of transformers.
+
+    model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
+    embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding; rotate: its function.
+    operations: the names of the arguments of `apply` that are for this family, in its order, and those that go with one of
+    them (`argument_of`). hub_names: the name that `kernels` knows a
+    layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
+    decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
+    elsewhere: class -> module, of those that are not in `modeling`. accounted: class -> what its row knows that the forward reads.
+    needs: the operations without which the fused decoder layer is off.
+    """
+
+    model: str
+    modeling: str
+    attention: str
+    classes: Mapping[str, Tuple[str, Type[nn.Module]]]
+    rotary: Type[nn.Module]
+    operations: Tuple[str, ...]
+    hub_names: Mapping[str, Type[nn.Module]]
+    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
+    rotate: Callable = rotary_pos_emb
+    fused: Tuple[str, ...] = ()
+    optional: Tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = {}
+    accounted: Mapping[str, Names] = {}
+    needs: Tuple[str, ...] = ()
+
+    def module_of(self, name: str) -> str:
+        """transformers' module that defines a class or function of the family."""
+        return self.elsewhere.get(name, self.modeling)
+
+    def losses(self) -> Tuple[str, ...]:
+        """The operations of the classes whose forwards compute a loss."""
+        return tuple(name for name in self.classes if argument_of(name) == LOSS)
+
+
+Families = Sequence[Targets]  # of a package
+
+
+class Layers(NamedTuple):
+    """The layers of a package for one family, None for those that it has not."""
+
+    rms_norm: Type[nn.Module]
+    rotary: Type[nn.Module]
+    decoder_layer: Type[nn.Module]
+    model: Type[nn.Module]
+    causal_lm: Type[nn.Module]
+    mlp: Optional[Type[nn.Module]] = None
+    experts: Optional[Type[nn.Module]] = None
+    towers: Tuple[Type[nn.Module], ...] = ()  # of each of the family's
+
+
+def targets_of(own, layers: Layers) -> Targets:
+    """Makes the `Targets` of a row. own: the row's `FusedLayer`."""
+    family: Family = own.family
+    prefix, sparse = family.prefix, family.sparse
+    classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
+    if family.mlp and layers.mlp is not None:
+        classes["swiglu"] = (family.mlp_class(), layers.mlp)
+    classes[LOSS] = (family.causal_lm(), layers.causal_lm)
+    behind_towers = {LOSS_WITH_VISION + tower.name: (tower.name, layer) for tower, layer in zip(family.towers, layers.towers)}
+    classes.update(behind_towers)
+    classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
+    classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
+    if sparse is not None and layers.experts is not None:
+        classes["experts"] = (sparse.classes[2], layers.experts)
+    first: List[str] = [name for name in ("rms_norm", "swiglu") if name in classes]
+    if "swiglu" not in classes and "experts" in classes:
+        first.append("experts")
+    rest = ["rope", LOSS, *behind_towers, "decoder_layer", "attention", "experts"]
+    operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
+    of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
+    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
+    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm}
+    if family.has_common_rotary():
+        common["rotary_pos_emb"] = layers.rotary
+    return Targets(
+        model=family.model,
+        modeling=family.modeling,
+        attention=f"{prefix}Attention",
+        classes=classes,
+        rotary=layers.rotary,
+        rotate=unless_replaced(
+            rotary_of(family), lambda: rotary_replaced(family.modeling), lambda: own_rotary(sys.modules[family.modeling])
+        ),
+        operations=operations,
+        hub_names={**common, **of_classes},
+        explain_layer=own.explain,
+        fused=tuple(name for name in family.classes() if name != f"{prefix}RMSNorm" and not (family.mlp and name == family.mlp_class())),
+        # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
+        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
+        elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
+        accounted=accounted(family),
+        needs=tuple(name for name in ("rms_norm", "swiglu", "rope") if name in operations and not (name == "rope" and family.mixers)),
+    )
+
+
+def hub_names_of(families: Families) -> Mapping[str, Type[nn.Module]]:
+    """Each layer of a package by the name that `kernels` knows it by."""
+    return {name: layer for targets in families for name, layer in targets.hub_names.items()}
+
+
+def names_of(families: Families) -> str:
+    """The families' names, for a message."""
+    return " or ".join(targets.model for targets in families)

@@ -1,0 +1,1 @@
+"""Puts layers where they go: on classes, on one model, or into the Hub's mapping."""

@@ -1,0 +1,179 @@
+"""What a user calls alike in every package that puts layers on models of transformers."""
+
+from typing import Any, Callable, Dict, Mapping, Sequence, Type
+
+from torch import nn
+
+from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
+from ..family import options, ownership, versions
+from ..say import doctor
+from . import one_model, patching, warmup
+from .served import Served
+from .shapes import Shapes
+from .warmup import Case
+
+
+class Interface:
+    """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
+
+    package: the name of the package as it was imported. served: the families that it serves. layers: its module of layers, under whose
+    names the Hub finds them. named: those of them that stand under names of the Hub which several families share, or none has.
+    """
+
+    def __init__(self, package: str, served: Sequence[Served], layers: Any = None, named: Mapping[str, Type[nn.Module]] = {}):
+        self._package, self.served, self._named = package, served, named
+        of_hub = (layer for layer in vars(layers).values() if isinstance(layer, type) and "forward" in vars(layer)) if layers else ()
+        self._layers = {layer.forward: layer for layer in of_hub}  # type: ignore[attr-defined]
+        # A family may be served with others, too: the last row of it counts.
+        self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
+        self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
+        self._shapes = Shapes(self.rows) if any(each.shapes for each in served) else None
+        self.apply = self._make_apply()
+        ownership.claim_layers(self.families)
+
+    def _make_apply(self) -> Callable[..., None]:
+        """`apply` of the package, with the options of its families."""
+        names = tuple(dict.fromkeys(name for each in self.served for name in each.arguments()))
+        signature = options.signature_of(names)
+
+        def apply(*args, **kwargs):
+            self.put_on_classes(options.given(signature, args, kwargs))
+
+        apply.__signature__ = signature  # type: ignore[attr-defined]
+        apply.__doc__ = options.text_of(names, ", ".join(targets.model for targets in self.families))
+        apply.__module__ = self._package
+        return apply
+
+    def put_on_classes(self, given: Dict[str, Any]) -> None:
+        """What `apply` does. given: each of its options."""
+        told = [given.pop(name) for name in options.TOLD]
+        patching.patch_classes(self.families, given, *told)
+
+    def kernelize(
+        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+    ):
+        """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
+
+        A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
+        torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. In the package of
+        decoders a model of no family, such as one in a file of your own or in remote code, gets its norms, MLPs and rotary embedding where
+        the text of a forward is that of a family's, and the loss without logits where what its forward does with them can be followed, also
+        behind a vision or audio tower. What computes anything else stays as it is, and `explain` says what, with the line that decided.
+
+        Args:
+            model: one of transformers, with or without a head, alone or inside another module (PEFT).
+            mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
+            attention, unpad, keep_attention, recompute_mlp, log_probs, products: as in `apply`.
+
+        Raises:
+            TypeError: when the model has none of the layers that this package stands in for.
+            ValueError: for `kernels.Mode.FALLBACK`, and for products that there are not.
+            RuntimeError: when not all operations could be put on it.
+            ImportError: when transformers is absent or its version does not fit.
+        """
+        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products
+        return one_model.kernelize(self.families, model, mode, *told, self._shapes)
+
+    def explain(self, model):
+        """Says what of a model runs fused, and of the rest why it does not and what to do about it.
+
+        model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`,
+        `count`, `fused`, `reason`, `advice` and `code`. The answer holds for the state in which the model is now (its adapters, hooks,
+        autocast), so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+        """
+        return one_model.explain(self.families, model, self._shapes)
+
+    def report(self, check=False):
+        """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
+
+        check: compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU, too; in about
+        a minute.
+        Returns a `Report`: printed, what belongs in a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
+        `python -m bastile` prints it too, with `--check` for `check`.
+        """
+        return doctor.report(self._package, check=check, more=self._findings())
+
+    def _findings(self):
+        """What of transformers has another text than in the tested releases."""
+        if not versions.is_installed():
+            return ()
+        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
+        return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
+
+    def capture(self, model, batch=None, tokens=None, sizes=16, memory=None):
+        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model. Without a shape, for
+        the sizes that come most often.
+
+        With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
+        other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
+        on) runs as before and is observed, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
+        batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
+        `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
+
+        Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
+        layers get graphs for each length that comes three times, up to `sizes` of them; a length that comes twice as often as the rarest
+        of these takes its place. Documents may lie elsewhere in each batch. `explain` says how many passes are replayed, and the memory.
+
+        Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with
+        hooks run as before, with a warning where a shape was asked for and could not be recorded. When weights move or adapters change it
+        is recorded anew. The gradients of the layers' weights lie in memory that the next pass writes: clone one to keep it beyond. That
+        memory, and one layer's input for each layer, is held until `reset()`.
+
+        model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it
+        afterwards. batch, tokens: the sequences of a batch and their length. sizes: lengths, or shapes, with graphs at a time. memory: GiB
+        that graphs of such sizes may take; None for a quarter of the GPU's. They all share what the largest needs. Raises TypeError when
+        the model has no decoder layers of this kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when
+        accelerate holds its layers.
+        """
+        return one_model.capture(self.families, model, batch, tokens, sizes, memory)
+
+    def mapping(self, mode=None):
+        """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
+        capability 8.0 to 12.1. mode: the only `kernels.Mode` that they are for; by default they are for all.
+
+        Also gives the Hub's names to those of transformers' classes that have none, so `kernels.kernelize` finds them.
+        Warns when it cannot find all: where transformers and `kernels` do not fit, it passes the rotary embedding by.
+
+        Raises ImportError when transformers or `kernels` is absent or its version does not fit.
+        """
+        return patching.mapping(self.families, mode, self._named, self._layers)
+
+    def get_patched_ops(self):
+        """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
+        return patching.get_patched_ops(self.families)
+
+    def reset(self):
+        """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
+
+        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported. What
+        another of our packages serves stays as it is.
+        """
+        patching.reset(self.families)
+
+    def warmup_all_kernels(self, model=None):
+        """Loads what a model needs ahead of its first step, and finds the fastest kernels for this GPU.
+
+        Each operation runs once, forward and backward, on a few tokens. Where a kernel has several prebuilt candidates (most have them on
+        GPUs that we could not measure, few on an H200), they are timed, in a few seconds and 1.5 GiB at the sizes of an 8B model. The
+        measurements are kept in `cache_file()` by GPU, driver and build of this package: the next process only reads them. A process that
+        does not call this launches the default candidates. Two candidates may differ in the last bit of a result; two launches of one
+        never do.
+
+        model: whose layers, sizes, dtypes and GPUs; by default common sizes of the package's families in bf16 on the current GPU. The
+        model, its gradients and the random numbers are left alone. On a CPU there is nothing to load. Raises TypeError when the model is
+        of no family of the package.
+        """
+        warm_up_models(self.warm_up, model, self.case_of, [case for each in self.served for case in each.cases])
+
+    def clear_autotune_cache(self):
+        """Forgets which kernels were measured to be the fastest, in this process and on disk. From then on the default ones run, until the
+        next `warmup_all_kernels`. Raises OSError when the cache file cannot be removed."""
+        clear_autotune_cache()
+
+    def warm_up(self, device, dtype, case: Case, tokens: int = TOKENS) -> None:
+        """Runs the layers of a case forward and backward on some tokens, as `warmup.warm_up`."""
+        next(each for each in self.served if case.own in each.rows).warm_up(device, dtype, case, tokens=tokens)
+
+    def case_of(self, model) -> Case:
+        """Reads the sizes of a model (`warmup.case_of`)."""
+        return warmup.case_of(model, self.rows, next((each.other for each in self.served if each.other is not None), None))

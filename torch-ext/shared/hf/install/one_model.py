@@ -1,0 +1,245 @@
+"""Puts a package's layers on one model (`kernelize`), captures its layers, and explains what of it runs fused."""
+
+import sys
+from collections.abc import Mapping
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+
+from torch import nn
+
+from ..attention.attention_choice import WITHOUT, watch_attention
+from ..capture import capture as graphs
+from ..family import ownership
+from ..family.families import LOSS, Families, Targets, argument_of, names_of
+from ..family.versions import modeling_of, note, unfit_texts, why_left
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
+from ..model import trl
+from ..model.losses import put_losses_on, read_losses
+from ..model.padding import KEEPS
+from ..parts.binding import remember
+from ..parts.explanation import Reason
+from ..parts.hub import TRANSFORMERS_EXPECTED
+from ..parts.modules import SAVED, is_marked, is_transformers_own, without_decorators
+from ..say import explain as explanation
+from . import patching
+from .shapes import explanation as explain_shapes
+from .shapes import put_on
+
+
+def _attention_forward(targets: Targets, original):
+    """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.
+
+    That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
+    it does not call that name itself.
+    """
+    own = is_transformers_own(original, targets.modeling, f"{targets.attention}.forward")
+    if not own or ownership.ROTARY not in without_decorators(original).__code__.co_names:
+        found = "is not transformers' own" if not own else f"does not call {ownership.ROTARY}"
+        raise RuntimeError(
+            f"rope cannot be put on one model: {targets.attention}.forward, defined in {ownership.name_of(original)}, {found}. "
+            f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
+        )
+    modeling = sys.modules[targets.modeling]
+    stranger, found = ownership.stranger(targets, ownership.ROTARY), getattr(modeling, ownership.ROTARY)
+    if stranger:
+        raise RuntimeError(f"rope cannot be put on one model: {stranger}, not transformers' own. Use apply(rope=False)")
+
+    def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
+        current = getattr(modeling, ownership.ROTARY)
+        rotate = targets.rotate if current is found or is_marked(current) else current  # else it was replaced meanwhile
+        return rotate(q, k, cos, sin, unsqueeze_dim)
+
+    return ownership.copy_with(original, {ownership.ROTARY: rotary_of_one_model})
+
+
+class _Chosen(NamedTuple):
+    """What of one model a family's layers go on. forwards, modules: by operation."""
+
+    targets: Targets
+    forwards: Mapping[str, Callable]
+    modules: Mapping[str, List[nn.Module]]
+
+
+def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
+    """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
+    embedding cannot be put on one model."""
+    targets, unknown = family
+    classes = {operation: ownership.class_of(targets, name) for operation, (name, _) in targets.classes.items()}
+    classes["rope"] = ownership.class_of(targets, targets.attention)
+    if not (attention and _has_any(model, classes["attention"])):
+        del classes["attention"]
+    modules = {
+        operation: [m for m in model.modules() if cls and isinstance(m, cls) and ownership.defines_forward(type(m)) is cls]
+        for operation, cls in classes.items()
+    }
+    shared = [operation for operation, (name, _) in targets.classes.items() if name in targets.elsewhere]
+    if not any(found for operation, found in modules.items() if operation not in shared):
+        return None
+    for operation in (LOSS, *targets.optional):
+        if operation in classes and not _has_any(model, classes[operation]):
+            del modules[operation]
+    modules = {operation: found for operation, found in modules.items() if operation not in unknown}
+    forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
+    if "rope" in modules:
+        forwards["rope"] = classes["rope"] and _attention_forward(targets, ownership.original(classes["rope"], "forward"))
+    return _Chosen(targets, forwards, modules)
+
+
+def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
+    return [module for loss in chosen.targets.losses() for module in chosen.modules.get(loss, ())]
+
+
+def _without_losses_of_others(family: patching.Family, model) -> patching.Family:
+    """The family, whose unknown texts are not those of the losses of models of another class."""
+    targets, unknown = family
+    losses = [loss for loss in targets.losses() if loss in unknown]
+    others = [loss for loss in losses if not _has_any(model, ownership.class_of(targets, targets.classes[loss][0]))]
+    return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
+
+
+def _has_any(model, cls) -> bool:
+    return cls is not None and any(isinstance(module, cls) for module in model.modules())
+
+
+def _subclasses_with_forwards(model, cls) -> List[str]:
+    """The names of the classes of a model's modules that are subclasses of one and do not use its forward as it is."""
+    modules = () if cls is None else (module for module in model.modules() if isinstance(module, cls))
+    return [type(module).__name__ for module in modules if ownership.defines_forward(type(module)) is not cls]
+
+
+def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
+    """(the choice without modules that have a forward of another library's or the user's, these modules). Raises RuntimeError where that
+    leaves out a whole operation."""
+    for module in _that_compute_losses(chosen):
+        if ownership.other_owner(module):
+            owner = ownership.other_owner(module)
+            raise RuntimeError(f"this {type(module).__name__} has a forward that {owner} gave it. {ownership.CALL_BEFORE}")
+    targets = chosen.targets
+    others = [module for modules in chosen.modules.values() for module in modules if ownership.other_owner(module)]
+    modules = {operation: [module for module in found if module not in others] for operation, found in chosen.modules.items()}
+    for operation in targets.optional:  # tensor parallelism gives every module of experts a forward
+        if operation in modules and chosen.modules[operation] and not modules[operation]:
+            del modules[operation]
+    missing = [operation for operation, found in modules.items() if not found]
+    if missing:
+        import transformers
+
+        names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
+        strangers = patching.present(*(ownership.stranger(targets, name) or None for name in names))
+        subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, ownership.class_of(targets, each))})
+        advice = f"Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
+        if subclasses:
+            advice = f"{', '.join(subclasses)} has a forward of its own. If that calls super().forward(), use apply()"
+        raise RuntimeError(
+            f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
+            f"{', '.join(names)} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. {advice}"
+        )
+    return chosen._replace(modules=modules), others
+
+
+def kernelize(
+    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True,
+    products="bf16", shapes=None
+):  # fmt: skip
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
+    a row by the texts of their parts, too, and the loss of any model."""
+    if mode is not None and getattr(mode, "name", "") == "FALLBACK":
+        raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
+    trl.options_of(log_probs)  # raises before anything is changed
+    check_products(products)
+    prepared = [patching.prepare(targets) for targets in families]
+    patching.register(prepared)
+    pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
+    chosen = [each for _, each in pairs_of if each is not None]
+    parts = shapes.parts(model) if shapes is not None and not chosen else []
+    put_on(parts)
+    others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
+    if not put_losses_on(others) and not chosen and not parts:
+        found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
+        raise TypeError(f"model is {found}, expected a {names_of(families)} model")
+    note(patching.unknown_of([_without_losses_of_others(family, model) for family, each in pairs_of if each is not None]), stacklevel=3)
+    pairs = [_without_others(each, model) for each in chosen]
+    ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
+    for each, _ in pairs:
+        for operation, modules in each.modules.items():
+            forward = ownership.claim(each.forwards[operation], families)
+            for module in modules:
+                ownership.bind(module, forward)
+        for module in _that_compute_losses(each):
+            vars(module)[KEEPS] = not unpad
+        for module in each.modules.get("decoder_layer", ()):
+            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products})
+        _tell_decoders(each, model, attention)
+    warn_of_no_layers(model, products, [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())])
+    for module in model.modules():
+        if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
+            vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
+            remember(module)
+    trl.switch(log_probs)
+    return model
+
+
+def _tell_decoders(chosen: _Chosen, model, attention):
+    """Notes on the decoders of a model whether they may choose our attention."""
+    decoder = ownership.class_of(chosen.targets, chosen.targets.classes["attention"][0])
+    for module in model.modules():
+        if decoder is not None and isinstance(module, decoder):
+            watch_attention(module)
+            vars(module)[WITHOUT] = not attention
+            if not attention:
+                ownership.unbind(module)
+
+
+def _modules_of(families: Families, model, operation):
+    """[(family, module)] for the modules of a model that an operation has a layer for."""
+    named = [(targets, targets.classes[operation][0]) for targets in families if operation in targets.classes]
+    classes = [(targets, getattr(modeling_of(targets, name), name, ())) for targets, name in named]
+    return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
+
+
+def _decoder_layers(families: Families, model):
+    """[(family, decoder layer)] of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    found = _modules_of(families, model, "decoder_layer")
+    if not found:
+        names = " or ".join(targets.classes["decoder_layer"][0] for targets in families)
+        raise TypeError(f"model is a {type(model).__name__} without a {names}, expected a {names_of(families)} model")
+    return found
+
+
+def _causal_lms(families: Families, model):
+    losses = dict.fromkeys(loss for targets in families for loss in targets.losses())
+    return list(dict.fromkeys(module for loss in losses for _, module in _modules_of(families, model, loss)))
+
+
+def capture(families: Families, model, *told):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
+    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), *told)
+    return model
+
+
+def _classes_with_losses(families: Families) -> tuple:
+    """The classes whose losses the rows of families are for."""
+    found = (ownership.class_of(targets, targets.classes[loss][0]) for targets in families for loss in targets.losses())
+    return tuple(cls for cls in found if cls is not None)
+
+
+def explain(families: Families, model, shapes=None):
+    """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
+    own = [targets for targets in families if _modules_of([targets], model, "decoder_layer")]
+    losses = {} if shapes is None else read_losses(model, _classes_with_losses(own))
+    if shapes is not None and not own:
+        known = explain_shapes(shapes, model, ownership.runs_ours, losses)
+        if known is not None:
+            return known
+    found = _decoder_layers(families, model)
+    left: Dict[str, Tuple[Reason, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
+    for targets in families:
+        count = sum(each is targets for each, _ in found)
+        for operation, texts in unfit_texts(targets).items() if count else ():
+            if operation in targets.losses() and not _modules_of([targets], model, operation):
+                continue
+            operation = argument_of(operation)
+            before = left[operation][1] if operation in left else 0
+            left[operation] = why_left(texts), before + count
+    layers = [(layer, targets.explain_layer) for targets, layer in found]
+    return explanation.explain(model, layers, [each for each in _causal_lms(families, model) if each not in losses], left, losses)

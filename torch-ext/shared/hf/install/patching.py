@@ -1,0 +1,401 @@
+"""Puts a package's layers where they go: on transformers' classes (`patch_classes`), or into the Hub's mapping (`mapping`); one_model.py
+puts them on a single model. Which layer stands in for what is a package's table of `Targets`, one for each model family that it serves;
+nothing here belongs to one model.
+
+Nothing here is imported before it is needed: the package loads without transformers, and only `mapping` needs `kernels`.
+What a class or a module had before is kept on itself, so any loaded copy of this package can put it back, in any order.
+"""
+
+import gc
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Callable, Dict, NamedTuple, Sequence, Set, Tuple
+
+from torch import nn
+
+from ...ops.common import fail
+from ..attention.attention_choice import (
+    WITHOUT,
+    give_attention_back,
+    ignore_new_models,
+    leave_attention,
+    note_new_models,
+    register_attention,
+    unregister_attention,
+    watch_attention,
+)
+from ..capture import capture as graphs
+from ..family import ownership
+from ..family.experts import EXPERTS, experts_implementation
+from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
+from ..family.versions import Unfit, modeling_of, note, unfit_texts
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer.products import PRODUCTS, check_products
+from ..model import trl
+from ..model.causal_lm import LOSS_OPTIONS, OPTIONS, SAID, SHAPE, output_with_metrics
+from ..model.padding import KEEPS
+from ..parts.binding import bound_modules
+from ..parts.hub import PAIR, kernels_library, kernels_wanted, mapping_of
+from ..parts.lookups import own_rotary
+from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
+from ..parts.offers import offer, withdraw
+from ..parts.wrapped import put
+
+OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
+# On a module: what kernelize() was told of its model, and what it said.
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID
+
+
+class Family(NamedTuple):
+    """A family on the installed transformers. unknown: of `versions.unfit_texts`."""
+
+    targets: Targets
+    unknown: Mapping[str, Tuple[Unfit, ...]]
+
+
+def prepare(targets: Targets) -> Family:
+    """Prepares a family. Raises ImportError when transformers is absent, too old, or has no such family."""
+    modules = [modeling_of(targets, name) for name, _ in targets.classes.values()]
+    found = Family(targets, unfit_texts(targets))
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    for operation, (name, layer) in targets.classes.items():
+        cls = ownership.class_of(targets, name)
+        original = None if cls is None or operation in found.unknown else ownership.original(cls, "forward")
+        if original is None or not is_transformers_own(original, targets.module_of(name), f"{name}.forward"):
+            continue  # another library's or the user's, which is kept
+        for ours in (layer.forward, for_class(layer.forward)):
+            ownership.describe(ours, original)
+    of_family = [thing for module in modules for name, thing in vars(module).items() if name.endswith("CausalLMOutputWithPast")]
+    for output in dict.fromkeys((CausalLMOutputWithPast, MoeCausalLMOutputWithPast, *of_family)):
+        output_with_metrics(output)  # torch.compile traces through no making of classes
+    return found
+
+
+def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[Unfit, ...]]]:
+    """Lists, by family, the operations of unknown text for `versions.note`. wanted: those that were asked for, None for all."""
+    return {
+        family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}
+        for family in families
+    }
+
+
+def _target(targets: Targets, operation):
+    """(class or module, attribute, replacement) of an operation; None for a class or function that is gone."""
+    if operation != "rope":
+        name, layer = targets.classes[operation]
+        return ownership.class_of(targets, name), "forward", layer.forward
+    modeling = sys.modules[targets.modeling]
+    function = own_rotary(modeling)
+    if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
+        return type(function), "forward", targets.rotary.forward
+    return None if function is None else modeling, ownership.ROTARY, targets.rotate
+
+
+def _patch(owner, attribute, replacement):
+    if SAVED + attribute not in vars(owner):
+        setattr(owner, SAVED + attribute, ownership.current(owner, attribute))
+    put(owner, attribute, for_class(replacement))
+
+
+def _restore(owner, attribute):
+    """Puts back what `_patch` replaced, unless something else has been put over it since."""
+    state, current = vars(owner), ownership.current(owner, attribute)
+    if SAVED + attribute in state and (is_marked(current) or current is state[SAVED + attribute]):
+        put(owner, attribute, state[SAVED + attribute])
+        delattr(owner, SAVED + attribute)
+
+
+def _live_modules(families: Families):
+    """Lists every module of the process. A module's own forward hides its class's, and nothing lists the modules that have one."""
+    rotaries = [own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
+    known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
+    found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
+    found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return list(found.values())
+
+
+def register(families: Sequence[Family]):
+    """Makes attn_implementation="bastile" a choice, with what is known of the masks of these families, and experts_implementation."""
+    for targets, unknown in families:
+        if "attention" not in unknown:
+            whole = ownership.class_of(targets, targets.classes["attention"][0])
+            register_attention(*([whole] if whole is not None else []))
+            note_new_models(__name__)
+    if not any("experts" in family.unknown for family in families):
+        _register_experts()
+
+
+def patch_classes(
+    families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+):
+    """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
+
+    Args:
+        wanted: an entry for each operation of the families, True or False; that of `fused_linear_cross_entropy` may be a mapping of options
+            of the loss, which stands for True.
+        unpad, keep_attention, recompute_mlp, products: as of `apply`.
+        log_probs: whether TRL's trainers get ours too, or a mapping of its options (trl.py).
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for products that there are not, or that no layer would make.
+        ImportError: when transformers is absent or its version does not fit.
+    """
+    check_products(products)
+    needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
+    off = [name for name in needed if not wanted.get(name, True)]
+    if products != "bf16" and off:
+        fail("products", repr(products), f"'bf16' without {', '.join(off)}: the fused decoder layer makes them")
+    options = _loss_options(wanted[LOSS])
+    trl.options_of(log_probs)  # raises before anything is changed
+    found = [prepare(targets) for targets in families]
+    note(unknown_of(found, wanted), stacklevel=4)
+    register(found)
+    modules = _without_other_packages(families, _live_modules(families))
+    for targets, unknown in found:
+        other = ownership.holder(targets, families)
+        if other:
+            kept = "with what it was told: it is left alone. To change that, call reset() of that package first"
+            warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=4)
+            continue
+        for loss in targets.losses():
+            _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
+        layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+        if layer is not None:
+            setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
+            setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
+            setattr(layer, PRODUCTS, products)
+        _forget_what_one_model_was_told(targets, modules)
+        _watch_decoders(targets, modules)
+        said = {name: wanted[argument_of(name)] for name in targets.operations}
+        asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
+        asked["decoder_layer"] = asked.get("decoder_layer", False) and all(asked[name] for name in targets.needs)
+        on = {name: asked[name] and name not in unknown for name in asked}
+        _patch_family(targets, on, modules)
+    trl.switch(log_probs, options)
+
+
+def _without_other_packages(families: Families, modules):
+    """Lists the modules without those to which another package gave a forward of their own."""
+    states = ((module, vars(module)) for module in modules)
+    return [module for module, state in states if not ownership.other_package(state.get(ownership.slot_of(module)), families)]
+
+
+def _tell_causal_lm(causal_lm, options, unpad):
+    """Notes on the class of a causal LM, None where it is gone, what `apply` was told about it."""
+    if causal_lm is None:
+        return
+    if options:
+        setattr(causal_lm, LOSS_OPTIONS, options)
+    elif LOSS_OPTIONS in vars(causal_lm):
+        delattr(causal_lm, LOSS_OPTIONS)
+    setattr(causal_lm, KEEPS, not unpad)
+
+
+def _forget_what_one_model_was_told(targets: Targets, modules):
+    """Removes what `kernelize` noted on single models: `apply` decides for them too."""
+    told = [targets.classes[name][0] for name in (*targets.losses(), "decoder_layer", "attention") if name in targets.classes]
+    classes = tuple(present(*(ownership.class_of(targets, name) for name in told)))
+    for module in modules:
+        if isinstance(module, classes):
+            for name in TOLD:
+                vars(module).pop(name, None)
+
+
+def _watch_decoders(targets: Targets, modules):
+    """Makes the existing decoders notice when an implementation of attention is asked for by name."""
+    decoder = ownership.class_of(targets, targets.classes["attention"][0])
+    for module in modules:
+        if decoder is not None and isinstance(module, decoder) and "config" in vars(module):
+            watch_attention(module)
+
+
+def _patch_family(targets: Targets, wanted, modules):
+    """Puts the wanted layers of one family on its classes, and takes the others off. modules: all of the process."""
+    for name in targets.fused if wanted.get("decoder_layer") else ():
+        stranger = ownership.stranger(targets, name)
+        if stranger:
+            _warn_of_stranger(stranger, "decoder_layer", stacklevel=5)
+    for operation, on in wanted.items():
+        (_put_on if on else _take_off)(targets, operation, modules)
+
+
+def _put_on(targets: Targets, operation, modules):
+    """Puts the layer of one operation where it goes, unless something that is not transformers' own is there."""
+    modeling = sys.modules[targets.modeling]
+    owner, attribute, replacement = _target(targets, operation)
+    stranger = ownership.stranger(targets, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
+    if stranger:
+        _warn_of_stranger(stranger, operation, stacklevel=6)
+    if owner is None or (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
+        return
+    if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
+        setattr(modeling, SAVED + "rotary", own_rotary(modeling))
+    _patch(owner, attribute, replacement)
+    _bind_hidden(owner, replacement, modules)
+
+
+def _take_off(targets: Targets, operation, modules):
+    """Takes the layer of one operation off its class and off every module that has it."""
+    owner, attribute, _ = _target(targets, operation)
+    if owner is None:
+        return
+    _restore(owner, attribute)
+    classes = owner
+    if operation == "rope":
+        rotary = own_rotary(sys.modules[targets.modeling])
+        classes = (type(rotary), *present(ownership.class_of(targets, targets.attention)))
+    for module in modules:
+        if isinstance(module, classes):
+            ownership.unbind(module)
+            leave_attention(module)
+
+
+def _warn_of_stranger(stranger, operation, stacklevel):
+    """Warns that what the user or another library has put on transformers' module or class stays there."""
+    what = f"{stranger}, not transformers' own: it is kept, and {operation} leaves it alone"
+    warnings.warn(what, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def present(*things):
+    return [thing for thing in things if thing is not None]
+
+
+def _loss_options(given):
+    """The mapping of `apply`'s `fused_linear_cross_entropy`; empty for True and False."""
+    options = dict(given) if isinstance(given, Mapping) else {}
+    known = ("ignore_index", *OPTIONS, "skip_logits")
+    unknown = [str(name) for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"fused_linear_cross_entropy has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return options
+
+
+def _bind_hidden(owner, replacement, modules):
+    """Binds a replacement to modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
+    others = []
+    for module in modules:
+        if not isinstance(owner, type) or not isinstance(module, owner):
+            continue
+        if ownership.slot_of(module) not in vars(module):
+            vars(module).pop(OFF, None)  # what was around our forward is gone
+        elif ownership.defines_forward(type(module)) is owner:
+            if ownership.other_owner(module):
+                others.append(module)
+            else:
+                ownership.bind(module, replacement)
+    ownership.warn_of_others(others, stacklevel=7)
+
+
+def reset(families: Families):
+    """Puts back what a package replaced; see `reset` of a package."""
+    trl.take_back()
+    imported = [targets for targets in families if targets.modeling in sys.modules]
+    if not imported and not bound_modules():
+        return
+    modules = _without_other_packages(families, _live_modules(imported))
+    for targets in imported:
+        if not ownership.holder(targets, families):
+            _reset_classes(targets)
+    for module in modules:
+        state = vars(module)
+        graphs.release(module)
+        state.pop(CAPTURED, None)
+        slots = ownership.slot_of(module), ownership.WRAPPED
+        if SAVED + "replaced" in state or any(ownership.calls_ours(state.get(name)) for name in slots):
+            ownership.unbind(module)
+        if state.pop(SAVED + "use_kernels", False):
+            state["_use_kernels"] = True
+        give_attention_back(module)
+        for name in TOLD:
+            state.pop(name, None)
+    _unregister_experts(modules)
+    unregister_attention(modules)
+    ignore_new_models(__name__)
+
+
+def _reset_classes(targets: Targets):
+    """Puts back what was on the classes and functions of one family."""
+    for operation in (*targets.classes, "rope"):
+        owner, attribute, _ = _target(targets, operation)
+        if owner is None:
+            continue
+        _restore(owner, attribute)
+        if LOSS_OPTIONS in vars(owner):
+            delattr(owner, LOSS_OPTIONS)
+        if SAVED + "decorated" in vars(owner):
+            for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
+                if name in vars(owner):
+                    delattr(owner, name)
+        kept = SAVED + attribute  # stays where another forward, which may call ours, is on top
+        for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
+            delattr(owner, name)
+    vars(sys.modules[targets.modeling]).pop(SAVED + "rotary", None)
+
+
+def _experts_interface():
+    """transformers' table of implementations of experts, or None where it has none or is not imported."""
+    return getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+
+
+def _register_experts():
+    """Makes experts_implementation="bastile" a choice when a model is loaded."""
+    interface = _experts_interface()
+    if interface is not None:
+        offer(interface, OFFERED_EXPERTS, EXPERTS, experts_implementation, __name__)
+
+
+def _unregister_experts(modules):
+    """Takes the choice back, unless another package offers it too or a model still asks for it."""
+    interface = _experts_interface()
+    if interface is not None:
+        withdraw(interface, OFFERED_EXPERTS, EXPERTS, __name__, lambda: any(_asks_for_our_experts(module) for module in modules))
+
+
+def _asks_for_our_experts(module) -> bool:
+    return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS
+
+
+def get_patched_ops(families: Families):
+    """Lists the operations that are on transformers' classes, of every family that has them, by the names of the arguments of `apply`."""
+    found: Dict[str, bool] = {}
+    for targets in families:
+        imported = targets.modeling in sys.modules
+        for operation in targets.operations:
+            owner, attribute, ours = _target(targets, operation) if imported else (None, "", None)
+            on = owner is not None and ownership.current(owner, attribute) is for_class(ours)
+            found[argument_of(operation)] = found.get(argument_of(operation), True) and on
+    return [operation for operation, on in found.items() if on]
+
+
+def mapping(families: Families, mode=None, named: Mapping[str, type] = {}, layers: Mapping[Callable, type] = {}):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`; layers: those that the
+    Hub finds, by their forwards."""
+    found, kernels = [prepare(targets) for targets in families], kernels_library()
+    note(unknown_of(found), stacklevel=3)
+    register(found)
+    left: Set[str] = set()
+    for targets, unknown in found:
+        without = [targets.rotary if operation == "rope" else targets.classes[operation][1] for operation in unknown]
+        left.update(name for name, layer in targets.hub_names.items() if layer in without)
+        for operation, (name, layer) in targets.classes.items():
+            cls = ownership.class_of(targets, name)
+            if cls is not None and operation not in unknown and not hasattr(cls, "kernel_layer_name"):
+                names = targets.hub_names
+                kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
+                setattr(cls, SAVED + "decorated", True)
+    modelings = [sys.modules[family.targets.modeling] for family in found if "rotary_pos_emb" in family.targets.hub_names]
+    if not all(isinstance(own_rotary(modeling), nn.Module) for modeling in modelings):
+        import transformers
+
+        warnings.warn(
+            f"transformers {transformers.__version__} does not work with kernels {getattr(kernels, '__version__', '?')}, so "
+            f"kernels.kernelize() leaves the rotary embedding as it is, and use_kernels=True does nothing or raises. It wants "
+            f"{kernels_wanted()}. Install that, or {PAIR}; or use this package's apply() or kernelize(model), which need no kernels",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    found_layers = {**{name: layers.get(layer.forward, layer) for name, layer in hub_names_of(families).items()}, **named}
+    return mapping_of({name: layer for name, layer in found_layers.items() if name not in left}, mode)

@@ -1,0 +1,214 @@
+"""What of a decoder layer is computed again in the backward pass instead of kept: of a checkpointed layer all but attention, whose output
+and log-sum-exp are kept; of any other the MLP's first products.
+
+transformers wraps a decoder layer with torch.utils.checkpoint, which runs it once to throw everything away but its input, and once more in
+the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
+the layer's input, so it is kept with that input, on its storage, for as long as the checkpoint keeps what else the layer was called with.
+"""
+
+import functools
+import itertools
+import sys
+import warnings
+import weakref
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+
+from ...ops.recorded import Recording, Results
+from ...ops.second_run import in_backward_pass
+from ..family.arguments import CACHE, SINCE_5_24
+from ..parts.binding import begin_graphs_after
+from ..parts.modules import SAVED, captured_in_first_run, captured_outputs
+from ..parts.wrapped import WRAPPING
+
+KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
+RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
+KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: `_KeptOfStorage`
+CAPTURED_OUTPUTS = SAVED + "captured_outputs"  # on the angles of a forward pass: names of the outputs captured in it
+_warned: set = set()
+_numbers = itertools.count()
+
+
+class _Kept:
+    """What attention returned, and the run that it returned it in. place: of the run's input; conditions: other objects of it, its layer
+    among them, to which this refers weakly: once one is gone, no run can be the same, and `forget` is called."""
+
+    def __init__(self, place: tuple, conditions: Tuple[Any, ...], results: Optional[Results], forget: Callable):
+        self.place, self.results = place, results
+        self.conditions = [_reference(condition, forget) for condition in conditions]
+
+    def is_of(self, place, conditions) -> bool:
+        same = len(self.conditions) == len(conditions) and all(a() is b for a, b in zip(self.conditions, conditions))
+        return same and self.place == place
+
+
+def _reference(thing, forget: Callable) -> Callable:
+    """A function that returns the thing. It refers to it weakly where it can, and calls `forget` when the thing goes."""
+    try:
+        return weakref.ref(thing, forget)
+    except TypeError:  # None, a number
+        return lambda: thing
+
+
+class _KeptOfStorage(dict):
+    """Each `_Kept` of one storage by a number. A dictionary that can be referred to weakly: in a cycle, what is forgotten would wait for
+    Python's cyclic garbage collector."""
+
+    def _number(self, place, conditions) -> Optional[int]:
+        return next((number for number, kept in self.items() if kept.is_of(place, conditions)), None)
+
+    def keep(self, place, conditions, results) -> None:
+        """Keeps the results of a run. Of two that are alike, such as two of one tensor with other dropout, neither is kept: nothing tells
+        which of them runs again."""
+        same = self._number(place, conditions)
+        if same is not None:
+            self[same].results = None
+            return
+        number = next(_numbers)
+        self[number] = _Kept(place, conditions, results, functools.partial(_forget, weakref.ref(self), number))
+
+    def take(self, place, conditions) -> Optional[Results]:
+        """The results of the same run, which are forgotten, or None."""
+        number = self._number(place, conditions)
+        return None if number is None or self[number].results is None else self.pop(number).results
+
+
+def _forget(of_storage: weakref.ref, number: int, _) -> None:
+    kept = of_storage()
+    if kept is not None:
+        kept.pop(number, None)
+
+
+def _is_checkpointed(layer) -> bool:
+    return layer.__dict__.get("gradient_checkpointing") and layer.training
+
+
+def checkpointed(forward: Callable) -> Callable:
+    """Makes a decoder layer's forward one for a single module; `forward` itself, its `__wrapped__`, is what goes on a class.
+
+    From transformers 5.23 on, the forward of a decoder layer's class checkpoints (see `wrapped`), and one that stands on a module, where
+    `kernelize` and `kernels` put it, hides that. So this one checkpoints by itself, and clears caches as transformers does. Before 5.23
+    the layer's `__call__` checkpoints.
+    """
+
+    @functools.wraps(forward)
+    def checkpointing(layer, *args, **kwargs):
+        replayed = _is_checkpointed(layer) and (torch.is_grad_enabled() or not SINCE_5_24)
+        if replayed and type(layer).__call__ is torch.nn.Module.__call__:
+            return layer._gradient_checkpointing_func(functools.partial(forward, layer, **_without_caches(layer, kwargs)), *args)
+        return forward(layer, *args, **kwargs)
+
+    begin_graphs_after(checkpointing)
+    return checkpointing
+
+
+def _without_caches(layer, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """The arguments of a checkpointed layer without what the second run would write again, with transformers' warning if there is any."""
+    cleared: Dict[str, Any] = {"use_cache": False}
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        cleared.update({CACHE: None, "layer_past": None})
+    found = [f" `{name}={value}`" for name, value in cleared.items() if kwargs.get(name) not in (None, False)]
+    if not found:
+        return kwargs
+    message = f"Caching is incompatible with gradient checkpointing in {type(layer).__name__}. Setting{','.join(found)}."
+    sys.modules[WRAPPING].logger.warning_once(message)
+    return {name: cleared.get(name, value) for name, value in kwargs.items()}
+
+
+def was_told(layer, name: str) -> Any:
+    """Returns what `kernelize` noted on a layer under a name, or `apply` on its class; False without either."""
+    told = layer.__dict__.get(name)
+    return getattr(type(layer), name, False) if told is None else told
+
+
+def keeps_attention(layer) -> bool:
+    """Tells whether a layer is checkpointed by transformers, and attention is to be kept."""
+    return _is_checkpointed(layer) and not torch.compiler.is_compiling() and was_told(layer, KEEPS_ATTENTION)
+
+
+def recomputes_mlp(layer) -> bool:
+    """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
+    return was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
+
+
+def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:
+    """run(), a layer's forward, which takes the same outputs for captured in both runs of a checkpointed layer.
+
+    While transformers captures outputs of a layer's parts, these are called one by one. In the second run nothing is captured, and what was
+    in the first cannot be read off the layer: another forward pass may have come between them, such as that of TRL's reference, which is
+    the same model without its adapters. So it is remembered on what each forward pass makes anew and its checkpoints hold: the angles of
+    its positions. Where a layer gets copies of them, as on another device, that of the last pass is assumed (`modules.own_forward`).
+    """
+    if not layer.__dict__.get("gradient_checkpointing") or torch.compiler.is_compiling():
+        return run()
+    angles = position_embeddings[0] if isinstance(position_embeddings, (tuple, list)) else position_embeddings
+    captured = getattr(angles, CAPTURED_OUTPUTS, None) if in_backward_pass() else None
+    if captured is None:
+        if isinstance(angles, torch.Tensor):
+            setattr(angles, CAPTURED_OUTPUTS, captured_outputs())
+        return run()
+    token = captured_in_first_run.set(captured)
+    try:
+        return run()
+    finally:
+        captured_in_first_run.reset(token)
+
+
+def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """attend(), whose attention runs once for both runs of a checkpointed layer.
+
+    x: the layer's input, which the checkpoint holds; conditions: everything else that decides what attention returns, in both runs the
+    same objects. Where anything differs, or x is a copy by then (a checkpoint on the CPU), attention is computed again, with a warning.
+    """
+    if x.is_inference():  # no backward pass will come
+        return attend()
+    storage, place = x.untyped_storage(), (x.storage_offset(), x.shape, x.stride(), x._version)
+    of_storage = getattr(storage, KEPT, None)
+    if of_storage is None:
+        of_storage = _KeptOfStorage()
+        setattr(storage, KEPT, of_storage)
+    conditions = layer, *conditions
+    again = in_backward_pass()
+    found = of_storage.take(place, conditions) if again else None
+    if again and found is None:
+        why = "with copies of its tensors (offload=True, save_on_cpu, device_map), within another checkpoint, or twice"
+        cure = "Let checkpoints hold tensors where they are, or leave keep_attention out"
+        _warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
+    with Recording(found) as recording:
+        attended = attend()
+    if recording.results:
+        of_storage.keep(place, conditions, recording.results)
+    elif found is None:
+        _warn_of(layer)
+    return attended
+
+
+def _warn_of(layer) -> None:
+    name = getattr(getattr(layer.self_attn, "config", None), "_attn_implementation", None)
+    if name == "sdpa":
+        why = "ran as several operations, as with torch 2.6 on a CPU for grouped heads, and its output cannot be kept"
+        _warn_once(f"keep_attention: attn_implementation='sdpa' {why}: it is computed again. Use 'bastile', or another torch")
+    else:
+        what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
+        _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
+
+
+def warn_of_called_attention(layer) -> None:
+    """Says once that `keep_attention` does nothing for a layer whose attention is called as the module that it is."""
+    if keeps_attention(layer):
+        what = f"keep_attention: the attention of this {type(layer).__name__} is not fused, it is computed again"
+        _warn_once(f"{what}. explain(model) says why")
+
+
+def warn_of_kept_mlp(layer) -> None:
+    """Says once that `recompute_mlp` does nothing for a layer whose MLP is not in the fused node."""
+    if recomputes_mlp(layer) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        what = f"recompute_mlp: the MLP of this {type(layer).__name__} is not fused, so what it needs for the backward pass is kept"
+        _warn_once(f"{what}. explain(model) says why")
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,53 @@
+"""Which of a model's products are made in eight bits: what a user asked for, and what becomes of it."""
+
+import warnings
+from typing import Iterable, List, Mapping, Optional, Sequence, Tuple
+
+from torch import nn
+
+from ...decoder.eight_bits import FEWEST, KINDS, why_not_eight
+from ...ops.common import fail
+from ..parts.adapters import projections
+from ..parts.explanation import Reason
+from ..parts.modules import SAVED
+from .checkpointing import was_told
+
+PRODUCTS = SAVED + "products"  # on a decoder layer or its class: what apply() or kernelize() was told
+Part = Tuple[Mapping[str, nn.Module], Optional[Reason]]
+
+
+def check_products(products: str) -> None:
+    """Raises ValueError for a kind of products that there is not."""
+    if products not in KINDS:
+        fail("products", repr(products), " or ".join(map(repr, KINDS)))
+
+
+def products_of(layer: nn.Module) -> str:
+    """Returns the kind of products that a decoder layer was asked for."""
+    return was_told(layer, PRODUCTS) or KINDS[0]
+
+
+def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, wider: bool = False) -> List[Tuple[str, Optional[Reason]]]:
+    """[(products of some projections, None or why they are not in eight bits)] of a layer; nothing where it was not asked for them.
+
+    parts: the projections of each part of the layer, by name, and why it is not fused. down: the name of the one that reads the activation
+    and not the norm; dtype, wider: as of `projections`.
+    """
+    if products_of(layer) == KINDS[0]:
+        return []
+    rows: List[Tuple[str, Optional[Reason]]] = []
+    for linears, reason in parts:
+        for names in ([name for name in linears if name != down], [name for name in linears if name == down]):
+            if names:
+                found = None if reason else projections([linears[name] for name in names], dtype, wider)
+                why = "they are in no fused node" if found is None else why_not_eight(found, dtype)
+                named = f"{', '.join(names)} in eight bits from {FEWEST} tokens on"
+                rows.append((named, Reason("eight_bits", why) if why else None))
+    return rows or [("products in eight bits", Reason("eight_bits", "the layer has no dense projections in a fused node"))]
+
+
+def warn_of_no_layers(model: nn.Module, products: str, layers: Sequence[nn.Module]) -> None:
+    """Warns where a model has no decoder layer that could make its products as it was asked for."""
+    if products != KINDS[0] and not layers:
+        what = f"products={products!r}: this {type(model).__name__} has no fused decoder layer, and its products stay as they are"
+        warnings.warn(f"{what}. explain(model) says why", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,84 @@
+"""Takes a block of a router and experts apart into what `norm_experts` computes with."""
+
+from typing import NamedTuple, Optional, Union
+
+import torch
+
+from ...decoder.projection import is_traceable
+from ...decoder.shared_expert import SharedExpert
+from ...decoder.sparse import ExpertOptions, ExpertTensors, Router
+from ...runtime.device import PLAIN
+from ..family.experts import experts_or_reason, is_default
+from ..family.families import Sparse
+from ..parts.adapters import projection_or_reason
+from ..parts.explanation import Reason
+from ..parts.modules import OwnForwards, is_marked, is_silu, own_forward
+from ..parts.weights import held, why_not_plain
+
+
+class SparseBlock(NamedTuple):
+    """What `norm_experts` computes with."""
+
+    router: Router
+    weights: ExpertTensors
+    options: ExpertOptions
+    shared: Optional[SharedExpert]
+
+
+def is_sparse(mlp) -> bool:
+    """Tells a block of a router and experts from the MLP of a dense layer."""
+    return "experts" in mlp.__dict__["_modules"]
+
+
+def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype) -> Union[SparseBlock, Reason]:
+    """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
+    as the modules that they are."""
+    parts = block.__dict__["_modules"]
+    router, experts = parts[sparse.router], parts["experts"]
+    if not own.run_by(router):
+        return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
+    if not is_marked(own_forward(experts)):
+        return Reason("hooks", "experts have hooks, or a replaced forward, as PEFT's target_parameters give them")
+    if not is_default(experts):
+        return Reason("called", "set_experts_implementation() chose another implementation of experts")
+    if getattr(experts, "_is_expert_parallel", False):
+        return Reason("called", "experts are spread over processes")
+    found = experts_or_reason(experts)
+    if isinstance(found, Reason):
+        return found
+    weights, options = found
+    weight, bias = held(router, "weight"), held(router, "bias")
+    for each in (weight, *([] if bias is None else [bias]), *weights):
+        if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
+            return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
+    shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None
+    if isinstance(shared, Reason):
+        return shared
+    normalised = sparse.by_logits or router.__dict__.get("norm_topk_prob", True)  # Qwen3.5-MoE's always is
+    made = Router(weight, router.top_k, normalised, bias, sparse.by_logits)
+    return SparseBlock(made, ExpertTensors(*weights), ExpertOptions(**options), shared)
+
+
+def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
+    """Takes the expert that every token goes to apart. name: its attribute; parts: of the block."""
+    expert, gate = parts[name], parts[f"{name}_gate"]
+    inner = expert.__dict__["_modules"]
+    if not own.run_by(expert) or not is_silu(inner["act_fn"]):
+        return Reason("hooks", f"{name} has hooks, a replaced forward, or another activation than SiLU")
+    reason = why_not_plain(gate)
+    if reason is not None:
+        return reason.of(f"{name}_gate")
+    weight = held(gate, "weight")
+    if weight.dtype != x.dtype:
+        return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
+    found = []
+    for each in ("gate_proj", "up_proj", "down_proj"):
+        projection = projection_or_reason(inner[each], dtype)
+        if isinstance(projection, Reason):
+            return projection.of(f"{name}.{each}")
+        if torch.compiler.is_compiling() and not is_traceable(projection):
+            return Reason("called", "torch.compile, for an adapter with dropout or a weight in four bits").of(f"{name}.{each}")
+        found.append(projection)
+    if found[-1].bias is not None or found[-1].adapter_bias is not None:
+        return Reason("bias", f"{name}.down_proj has a bias, which its score does not multiply in one product")
+    return SharedExpert(weight, found)

@@ -1,0 +1,172 @@
+"""Takes linear layers apart into what an operation multiplies by: PyTorch's own, PEFT's LoRA around it, and bitsandbytes' in four bits.
+
+Only what is exactly as those libraries wrote it, with its own forward, without hooks, and with weights that are
+ordinary tensors; all else is None, and called as the module that it is. Neither library is imported here: a layer of theirs can only exist
+once they are. Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us, and a layer has seven of them.
+"""
+
+import sys
+from types import FunctionType
+from typing import Iterable, List, Optional, Union
+
+import torch
+from torch import nn
+
+from ...decoder.projection import FourBitWeight, Projection, is_traceable
+from ...ops.common import constant_when_traced
+from .explanation import Reason
+from .modules import own_forward, runs_torchs
+from .weights import held, plain_weight, why_not_plain
+
+LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
+FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
+FP32 = torch.float32
+
+_forwards: dict = {}  # of the classes above, by class: the forward that their library gave them
+
+
+def _library_forward(cls, module: str, name: str):
+    """The forward that a library gave a class, or None where this is not that class or its forward was replaced."""
+    forward = _forwards.get(cls)
+    if forward is None:
+        found = sys.modules.get(module)
+        if found is None or getattr(found, name, None) is not cls:
+            return None
+        forward = vars(cls).get("forward")
+        code = getattr(forward, "__code__", None)
+        named = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
+        if code is None or named != (module, f"{name}.forward") or code.co_name != "forward":
+            return None
+        if code.co_filename != getattr(found, "__file__", None):
+            return None
+        _forwards[cls] = forward
+    return forward
+
+
+@constant_when_traced  # guarded by what it is asked about
+def _is_library_forward(function, cls, module: str, name: str) -> bool:
+    return function is _library_forward(cls, module, name)
+
+
+def _is_untouched(layer, module: str, name: str) -> bool:
+    function = own_forward(layer)
+    if torch.compiler.is_compiling():
+        return type(function) is FunctionType and _is_library_forward(function, type(layer), module, name)
+    return function is not None and function is _library_forward(type(layer), module, name)
+
+
+def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
+    """The weight of a layer of bitsandbytes that does nothing but multiply by it, in a dtype; None for all else."""
+    if type(layer).__module__ != FOUR_BIT[0] or not _is_untouched(layer, *FOUR_BIT):
+        return None
+    state = layer.__dict__
+    weight = held(layer, "weight")
+    quantised = getattr(weight, "quant_state", None)
+    if held(layer, "bias") is not None or quantised is None or weight.requires_grad or type(weight).__name__ != "Params4bit":
+        return None
+    if not state.get("compute_type_is_set") and state.get("compute_dtype") is None:
+        return None  # it takes its dtype from the input of its first call
+    if state.get("compute_dtype") != dtype or len(quantised.shape) != 2 or getattr(quantised, "packing_format_for_cpu", False):
+        return None
+    return FourBitWeight(weight, sys.modules["bitsandbytes"].functional.dequantize_4bit)
+
+
+def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
+    """A layer without adapters, or why it has to be called."""
+    if type(layer) is nn.Linear:
+        reason = why_not_plain(layer, True)
+        if reason is not None:
+            return reason
+        weight, bias = held(layer, "weight"), held(layer, "bias")
+        if not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
+            return Reason("dtype", f"its weight is {weight.dtype} where the products are {dtype}")
+        if bias is not None and bias.dtype != weight.dtype:
+            return Reason("dtype", f"its bias is {bias.dtype} where the weight is {weight.dtype}")
+        return Projection(weight, bias)
+    found = four_bit_weight(layer, dtype)
+    return Projection(found) if found is not None else why_not_plain(layer) or Reason("called", "it is called as it is")
+
+
+def _plain_linear(layer, with_bias: bool):
+    """(weight, bias) of a plain layer; None for all else."""
+    return None if why_not_plain(layer, with_bias) else (held(layer, "weight"), held(layer, "bias"))
+
+
+def projections(layers: Iterable, dtype: torch.dtype, wider: bool = False) -> Optional[List[Projection]]:
+    """What linear layers multiply by, in products of a dtype; None where one of them has to be called.
+
+    wider: whether a weight may be in fp32 where dtype is not, as under autocast.
+    """
+    found: list = [(_base if type(layer) is nn.Linear else projection_or_reason)(layer, dtype, wider) for layer in layers]
+    for one in found:
+        if type(one) is not Projection:
+            return None
+    return None if torch.compiler.is_compiling() and not all(map(is_traceable, found)) else found
+
+
+def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, Reason]:
+    """Returns what one layer of `projections` multiplies by, or why it has to be called."""
+    cls = type(layer)
+    name = None if cls is nn.Linear else LORA.get(cls.__module__)
+    if name is None:
+        return _base(layer, dtype, wider)
+    if cls.__name__ != name:
+        return Reason("called", f"PEFT's {cls.__name__} is called as it is")
+    if not _is_untouched(layer, cls.__module__, name):
+        return Reason("hooks", "hooks listen to the LoRA layer, or its forward was replaced")
+    state = layer.__dict__
+    modules, merged, disabled = state["_modules"], state.get("merged_adapters"), state.get("_disable_adapters")
+    variants, scalings = state.get("lora_variant"), state.get("scaling")
+    if merged is None or disabled is None or variants is None or scalings is None:
+        return Reason("adapter", "this version of PEFT keeps its adapters otherwise")
+    if disabled and merged:
+        return Reason("adapter", "merged adapters are disabled: the next call takes them out of the weight")
+    base = _base(modules.get("base_layer"), dtype, wider)
+    if isinstance(base, Reason):
+        return base.of("below the adapter")
+    if disabled or merged:
+        return base
+    active, adapters = state.get("_active_adapter"), modules["lora_A"].__dict__["_modules"]
+    if type(active) is not str:
+        named = [name for name in active if name in adapters]
+        if len(named) > 1:
+            return Reason("adapters", f"{len(named)} adapters are active at once")
+        active = named[0] if named else None
+    if active not in adapters:
+        return base
+    if active in variants:
+        return Reason("variant", f"the adapter is a variant of LoRA ({type(variants[active]).__name__})")
+    a = plain_weight(adapters[active])
+    b = _plain_linear(modules["lora_B"].__dict__["_modules"].get(active), state["lora_bias"].get(active, False))
+    probability = _dropout(modules["lora_dropout"].__dict__["_modules"].get(active))
+    scaling = scalings.get(active)
+    if a is None or b is None:
+        return Reason("adapter", "lora_A or lora_B is no plain torch.nn.Linear")
+    if probability is None:
+        return Reason("adapter", "the adapter's dropout is not torch.nn.Dropout")
+    if type(scaling) not in (float, int):
+        return Reason("adapter", f"the adapter's scaling is a {type(scaling).__name__}")
+    b, bias = b
+    weight = base.weight
+    for tensor in (a, b, bias):
+        if tensor is not None and tensor.dtype not in (dtype, FP32):
+            return Reason("dtype", f"the adapter is {tensor.dtype} where the products are {dtype}")
+        if tensor is not None and tensor.device != weight.device:
+            return Reason("adapter", f"the adapter is on {tensor.device}, the weight on {weight.device}")
+    if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
+        return Reason("adapter", "PEFT was told not to cast the adapter's input")
+    return base._replace(a=a, b=b, adapter_bias=bias, scaling=float(scaling), dropout=probability)
+
+
+def _dropout(layer) -> Optional[float]:
+    """The probability with which a layer zeroes an element now; None for a layer that has to be called."""
+    cls = type(layer)
+    if cls is not nn.Identity and cls is not nn.Dropout or not runs_torchs(layer, cls) or "forward" in layer.__dict__:
+        return None
+    if cls is nn.Identity:
+        return 0.0
+    state = layer.__dict__
+    if not state["training"]:
+        return 0.0
+    probability = state["p"]
+    return probability if type(probability) in (float, int) and 0 <= probability < 1 and not state["inplace"] else None

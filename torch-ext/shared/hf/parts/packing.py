@@ -1,0 +1,76 @@
+"""Weights that one GEMM can read as one matrix: those of q, k and v, and those of gate and up, side by side in memory."""
+
+from collections import Counter
+
+import torch
+
+from ...ops.common import lay_side_by_side, side_by_side
+from .explanation import Reason
+from .weights import plain_weight
+
+# The layers of a module whose outputs are computed from one input, in the order of their rows.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def pack(model):
+    """Lays the weights of q, k and v, and those of gate and up, of every layer side by side in memory, and returns the model.
+
+    The fused layers then multiply by them at once: fewer and larger GEMMs, most of all with few tokens. Parameters keep their
+    names, shapes, values, gradients and optimiser state, and each has a storage of its own, so whatever saves, loads or counts a
+    model's tensors finds what it would find without `pack`. Only the memory of a group is freed as one, when the last of its weights
+    goes. Needs memory for a copy of one layer's weights while it runs.
+
+    Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps the
+    weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the model lay
+    them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear`, alone or inside of an
+    adapter of PEFT (quantised, sharded), layers or weights that two modules hold, weights that are views of a larger storage,
+    and those on the meta device stay as they are. Raises TypeError when model is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
+    # Of those that hold them: a wrapper (checkpoint_wrapper, PEFT's) answers for what it stands around.
+    layers = [[module._modules.get(name) for name in group] for module in model.modules() for group in GROUPS]
+    held = Counter(id(layer) for group in layers for layer in group)
+    shared = _shared(model)
+    for group in layers:
+        weights = [_weight(layer) for layer in group]
+        if any(weight is None or id(weight) in shared for weight in weights) or any(held[id(layer)] > 1 for layer in group):
+            continue
+        if _alike(weights) and side_by_side(weights) is None:
+            lay_side_by_side(weights)
+    return model
+
+
+def _weight(layer):
+    """The weight of a plain linear layer, or of the one that an adapter of PEFT stands around; None for all else."""
+    return plain_weight(getattr(layer, "base_layer", layer), True)
+
+
+def _shared(model):
+    """The ids of parameters that more than one module holds: they cannot have two neighbours."""
+    seen: set = set()
+    shared: set = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _alike(weights) -> bool:
+    """Whether one matrix can hold the weights, and each is all that its storage holds: what is a view of a larger one, as a parameter
+    in a flat buffer of DeepSpeed's or FSDP1's, is written and read through that."""
+    first = weights[0]
+    alone = not _is_any_a_view(weights) and all(w.dim() == 2 and w.device.type != "meta" for w in weights)
+    return alone and all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
+
+
+def _is_any_a_view(weights) -> bool:
+    return any(weight.untyped_storage().nbytes() != weight.nbytes for weight in weights)
+
+
+def why_apart(weights) -> Reason:
+    """Why one GEMM cannot read weights that are not side by side."""
+    if _is_any_a_view(weights):
+        return Reason("views", "the weights are views of a larger buffer, and not side by side")
+    return Reason("apart", "the weights are separate in memory")

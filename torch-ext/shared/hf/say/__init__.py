@@ -1,0 +1,1 @@
+"""What runs fused, what does not and why, and whether it agrees with float64."""
