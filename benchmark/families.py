@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import models, published, routing, suites, unsloth_peer, varlen_peer
+from . import compiled_peer, models, published, routing, suites, unsloth_peer, varlen_peer
 from .providers import is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
         require_modules("fla")
     else:  # where it is installed, transformers takes its delta rule
         sys.modules["fla"] = None  # type: ignore[assignment]
-    if provider == "torch_compile" or provider.startswith("huggingface"):
+    if provider in compiled_peer.RECIPES or provider.startswith("huggingface"):
         return
     if provider == "unsloth":
         unsloth_peer.prepare()
@@ -140,9 +140,10 @@ MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "lig
 QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
-    providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen",
-               "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured",
-               "bastile_recompute", "bastile_keep_attention", "bastile_fp8", "bastile_trl_head", "unsloth"),
+    providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "torchao", "torchao_rowwise",
+               "liger", "liger_flex", "liger_varlen", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
+               "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", "bastile_fp8", "bastile_trl_head",
+               "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),

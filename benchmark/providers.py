@@ -37,6 +37,8 @@ PROVIDERS = {
     "torch_varlen": Provider("varlen_attn", {"color": "#009E73", "marker": "d"}),
     "torch_flex": Provider("FlexAttention", {"color": "#CC79A7", "marker": "x"}),
     "torch_compile": Provider("torch.compile", {"color": "#CC79A7", "marker": "v"}),
+    "torchao": Provider("torchao float8, compiled", {"color": "#CC79A7", "marker": "P", "linestyle": "--"}),
+    "torchao_rowwise": Provider("torchao float8 rowwise, compiled", {"color": "#CC79A7", "marker": "X", "linestyle": ":"}),
     "liger": Provider("Liger", {"color": "#E69F00", "marker": "^"}),
     "liger_flex": Provider("Liger, flex attention", {"color": "#E69F00", "marker": "^", "linestyle": "--"}),
     "liger_varlen": Provider("Liger, varlen_attn", {"color": "#E69F00", "marker": "d", "linestyle": "-."}),

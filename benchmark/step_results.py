@@ -4,7 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass, field
 
-from . import models, records, routing
+from . import compiled_peer, models, records, routing
 from .providers import is_ours
 from .records import Row
 from .report import log
@@ -81,7 +81,7 @@ class Results:
             self.routings[tokens] = report["routing"]
             if self._collapsed(tokens):
                 log(f"  {tokens} tokens: {report['routing']} has collapsed to few experts, so no table can show these steps")
-        if provider == "torch_compile":  # at every length
+        if provider in compiled_peer.RECIPES:  # at every length
             found.compile_s.append((report["first_ms"] - Quantiles.of(report["ms"]).median) / 1e3)
         found.losses = found.losses or report["losses"]
         for part, part_ms in report.get("parts", {}).items():

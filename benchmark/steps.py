@@ -19,15 +19,13 @@ import dataclasses
 import time
 from pathlib import Path
 
-import torch
-
 if not __package__:  # a measuring process runs this as a file
     import sys
 
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import families, models, routing, unsloth_peer
+from . import compiled_peer, families, models, routing, unsloth_peer
 from .command_line import default_device, integers, new_parser, results_folder, some_of
 from .families import Family
 from .processes import Group
@@ -135,14 +133,6 @@ def recipe_of(args) -> Recipe:
     return Recipe(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
-def compile_layers(model, *_) -> None:
-    """Have torch.compile compile the decoder layer, once for all of them, and the loss, for the next batch's shape."""
-    torch._dynamo.reset()  # what was compiled for another length counts towards a limit
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-    model.loss_function = torch.compile(type(model).loss_function.fget(model), dynamic=False)
-
-
 def build(args) -> Stepper:
     """Return what a measuring process steps."""
     family, recipe = families.family_of(args.model), recipe_of(args)
@@ -150,10 +140,13 @@ def build(args) -> Stepper:
     families.fill(model, kind=recipe.routing)
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
     families.fill(model, "lora_")
+    if recipe_of_torchao := compiled_peer.RECIPES.get(args.child):
+        model = compiled_peer.in_eight_bits(model, recipe_of_torchao)
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
-    begin = {"torch_compile": lambda: compile_layers, "bastile_captured": lambda: package(family.package).capture}.get(args.child)
+    compiled = dict.fromkeys(compiled_peer.RECIPES, lambda: compiled_peer.compile_layers)
+    begin = (compiled | {"bastile_captured": lambda: package(family.package).capture}).get(args.child)
     form, parts = form_of(args), getattr(args, "parts", False)
     return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form, recipe.autocast, begin and begin(), loss, parts)
 
@@ -177,12 +170,12 @@ def main(
     usual = TRL_PROVIDERS if recipe.loss else tuple(name for name in usual if name != "torch_compile" or not recipe.name)
     args.providers = args.providers or in_order({*usual, *(set(peers) & set(family.providers))})
     check_providers(p, args, family)
-    if (recipe.lora or recipe.checkpointing) and "torch_compile" in args.providers:
-        p.error("argument --providers: torch_compile compiles no adapters or checkpoints; leave it out, or --lora and --checkpointing")
+    if recipe.checkpointing and (found := compiled_peer.RECIPES.keys() & set(args.providers)):
+        p.error(f"argument --providers: {', '.join(sorted(found))} compile no checkpoints; leave them out, or --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
-    if recipe.loss and (form.name or {"torch_compile", "bastile_captured", "unsloth"} & set(args.providers)):
-        p.error("argument --loss: a trainer of TRL has its own batches, and no torch_compile, bastile_captured or unsloth; leave these out")
+    if recipe.loss and (form.name or {*compiled_peer.RECIPES, "bastile_captured", "unsloth"} & set(args.providers)):
+        p.error("argument --loss: a trainer of TRL has its own batches, which are not compiled, captured or Unsloth's; leave these out")
     if recipe.loss and min(args.tokens) < 2 * ROWS:
         p.error(f"argument --tokens: {min(args.tokens)}, expected at least {2 * ROWS} for the rows of --loss")
     if recipe.weights == "fp32" and models.size(args.model).experts:

@@ -12,6 +12,7 @@ import types
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -22,6 +23,7 @@ from benchmark import (
     benchmark_lora,
     benchmark_qwen3,
     benchmark_trainers,
+    compiled_peer,
     families,
     models,
     preloaded,
@@ -41,6 +43,7 @@ from benchmark import (
 )
 from tests.benchmark_support import GPU, made_up_rows, one_thread, sources  # noqa: F401
 from tests.integrations.preference import counted
+from tests.models import tiny_model
 
 
 class InThisProcess:
@@ -124,7 +127,7 @@ def test_a_captured_trainer_has_more_steps_ahead(tmp_path, in_this_process, monk
     pytest.importorskip("trl")
     captured = []
     monkeypatch.setattr(benchmark_trainers, "AHEAD", 2)
-    monkeypatch.setattr(benchmark_trainers, "package", lambda folder: types.SimpleNamespace(capture=captured.append))
+    monkeypatch.setattr(benchmark_trainers, "package", lambda folder: types.types.SimpleNamespace(capture=captured.append))
     arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "2"]
     found = benchmark_trainers.main([*arguments, "--providers", "huggingface,bastile,bastile_captured", "--results", str(tmp_path)])
     plain, ours = (found.steps[provider, 64] for provider in ("bastile", "bastile_captured"))
@@ -451,6 +454,26 @@ def test_compiled_steps_say_how_long_they_compiled():
     rows = {r.metric_name: r for r in found.rows()}
     assert rows["compile_time"].y_value_50 == pytest.approx(8.998) and rows["step_time"].config["rounds"] == 2
     assert "2 ms · 1.0 GiB · compiled in 9 s" in tables.table("qwen3_models", found.rows())
+
+
+def test_torchaos_layers_take_the_place_of_the_projections_alone(monkeypatch):
+    """Of a model with adapters: not of these, nor of the head."""
+    asked = {}
+
+    def convert(model, config, module_filter_fn):
+        asked.update(config=config, names=[name for name, module in model.named_modules() if module_filter_fn(module, name)])
+        return model
+
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules="all-linear"))  # PEFT looks for torchao
+    recipes = types.SimpleNamespace(from_recipe_name=lambda name: name)
+    there = types.SimpleNamespace(Float8LinearConfig=recipes, convert_to_float8_training=convert)
+    monkeypatch.setattr(compiled_peer, "require_modules", lambda *names: None)
+    monkeypatch.setitem(sys.modules, "torchao", types.SimpleNamespace(float8=there))
+    monkeypatch.setitem(sys.modules, "torchao.float8", there)
+    assert compiled_peer.in_eight_bits(model, "tensorwise") is model and asked["config"] == "tensorwise"
+    projections = {name.rpartition(".layers.")[2] for name in asked["names"] if ".layers." in name}
+    assert len(asked["names"]) == len(projections) == 7 * model.config.num_hidden_layers
+    assert all(name.endswith("_proj.base_layer") for name in asked["names"])
 
 
 def test_the_runs_that_fill_all_tables():
