@@ -12,9 +12,10 @@ zeros after the embedding and a document of their own, predict nothing, and so a
 """
 
 import contextlib
+import operator
 import threading
 import weakref
-from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ OF_PEFT = [["peft", "tuners", name] for name in TUNERS]
 VARIANTS = "Dora", "QALora", "BdLora", "Kasa"
 ASKED_EACH = "peft.tuners.lora.", "bitsandbytes."  # of whose classes one module may do so and another may not
 NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
+_HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _no_forward = nn.Module.forward
 FEW = 4  # lengths of single rows, after which more are expected
 _lengths: MutableMapping = weakref.WeakKeyDictionary()  # by decoder: the first few of its single rows
@@ -127,16 +129,27 @@ def _may_average(module) -> bool:
 def _is_listened_to(modules) -> bool:
     """True if one of the modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
     around one; or if one was given a forward that is not ours."""
-    for module in modules:
-        state = module.__dict__
-        if state["_backward_hooks"] or state["_backward_pre_hooks"] or "_hf_hook" in state:
+    states = [module.__dict__ for module in modules]
+    if any("_hf_hook" in state or "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)) for state in states):
+        return True
+    for backward, backward_pre, *forward in filter(any, map(_HOOKS, states)):
+        if backward or backward_pre:
             return True
-        if "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)):
-            return True
-        for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
+        for hook in (hook for hooks in forward for hook in hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith((FSDP, CAPTURING)):
                 return True
     return False
+
+
+def _parts(decoder, embedding) -> List[nn.Module]:
+    """A decoder and its modules but for its embedding, each once. `modules()` takes five times as long, which a pass would wait for."""
+    found, seen = [decoder], {decoder, embedding}
+    for part in found:
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
@@ -232,8 +245,7 @@ def without_padding(
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
-    parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
-    if _may_see_padding(parts):
+    if _may_see_padding(_parts(decoder, embedding)):
         return kwargs, None
     keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
     if alone and keeps:
