@@ -30,7 +30,7 @@ def plans(hf, monkeypatch):
         calls.append(plan)
         return original(q, k, v, plan, **options)
 
-    original = hf.attention.attention
+    original = hf.attention
     monkeypatch.setattr(hf, "attention", attention)
     return calls
 
