@@ -22,6 +22,7 @@ from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
 from ..parts.modules import LAYER
+from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
 from .graph_memory import Memory
 from .graph_sizes import Sizes
@@ -191,8 +192,9 @@ setattr(captured_forward, LAYER, captured_forward)
 
 
 def release(module: nn.Module) -> None:
-    """Takes the graphs off a layer, and puts back the forward that it had before."""
+    """Takes the graphs off a layer or a model, and puts back the forward that it had before."""
     state = module.__dict__
+    take_back(module)
     before = state.pop(WITHOUT_GRAPHS, None)
     if state.pop(GRAPHS, None) is None and before is None:
         return
@@ -244,6 +246,7 @@ def capture(
         model.sizes = Sizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
     for causal_lm in causal_lms:
         causal_lm.__dict__[GRAPHS] = model
+        answer(causal_lm)
 
 
 class Captured(NamedTuple):

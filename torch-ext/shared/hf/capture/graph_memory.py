@@ -63,18 +63,27 @@ class Memory:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from earlier passes out of the memory that graphs write."""
+        moved: List[nn.Parameter] = []
         for key, (reference, home) in list(self._gradients.items()):
             parameter = reference()
             if parameter is None:
                 del self._gradients[key]
                 self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
             elif parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr():
-                parameter.grad = parameter.grad.clone()
+                moved.append(parameter)
+        move_gradients(moved)
 
     def forget_pool(self) -> None:
         """Lets go what lies in a pool that no graph uses any more."""
         self._homes.clear()
         self._gradients.clear()
+
+
+def move_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives parameters their gradients in other memory, copied in few launches."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, 1) if gradients else ()):
+        parameter.grad = gradient
 
 
 class InputBuffer:

@@ -20,7 +20,7 @@ from ...runtime.device import version_of
 from ..attention.masks import Rule, Visible
 from ..parts.modules import SAVED
 from ..parts.watch import Watch
-from .graph_memory import InputBuffer, Memory
+from .graph_memory import InputBuffer, Memory, move_gradients
 from .graphed_checkpoints import checkpointed, without_their_own
 
 GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs; on the causal LM: those graphs
@@ -156,10 +156,12 @@ class GraphedLayers:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""
+        moved = []
         for parameter, gradient in zip(self.parameters, self.gradients):
             kept = parameter.grad
             if kept is not None and gradient is not None and kept.data_ptr() == gradient.data_ptr():
-                parameter.grad = kept.clone()
+                moved.append(parameter)
+        move_gradients(moved)
 
     def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
         """(the gradient of x, those of the parameters) where not only the last layer's output has one.

@@ -15,7 +15,7 @@ import contextlib
 import operator
 import threading
 import weakref
-from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from ..attention.masks import (
 )
 from ..capture.capture import is_wanted
 from ..family.arguments import CACHE
-from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
+from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
 
@@ -141,17 +141,6 @@ def _is_listened_to(modules) -> bool:
     return False
 
 
-def _parts(decoder, embedding) -> List[nn.Module]:
-    """A decoder and its modules but for its embedding, each once. `modules()` takes five times as long, which a pass would wait for."""
-    found, seen = [decoder], {decoder, embedding}
-    for part in found:
-        for child in part._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
-
-
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
     """True where a causal LM uses our attention, and its caller sees nothing that the decoder returns for a token without a label."""
     decoder = decoder_of(model)
@@ -245,7 +234,7 @@ def without_padding(
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
-    if _may_see_padding(_parts(decoder, embedding)):
+    if _may_see_padding(modules_of(decoder, embedding)):
         return kwargs, None
     keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
     if alone and keeps:

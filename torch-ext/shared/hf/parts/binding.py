@@ -1,4 +1,4 @@
-"""A forward of ours on one module, in a form that leaves the module free to go when its last user does."""
+"""A method of ours on one module, in a form that leaves the module free to go when its last user does."""
 
 import copy
 import inspect
@@ -15,16 +15,15 @@ BOUND = "_bastile_bound_modules"  # in every loaded copy of this file: the modul
 _bastile_bound_modules: "weakref.WeakSet" = weakref.WeakSet()
 
 
-class BoundForward:
+class BoundMethod:
     # A bound method in a module's own __dict__ would be a cycle, module -> method -> module: after `del model` its memory would wait for
     # Python's cyclic garbage collector. This one refers to its module weakly, and looks like a bound method to whoever takes it apart:
     # `__func__`, `__self__`, the function's name, docstring, annotations, attributes and signature. 0.4 us a call slower than one.
-    # A forward that is put on the module's class later is called instead, as it would be without this one.
-    __slots__ = ("__dict__", "__weakref__", "_class_forward", "_module", "bound_function")
+    # The name of the function is the method's.
+    __slots__ = ("__dict__", "__weakref__", "_module", "bound_function")
 
     def __init__(self, function, module):
         self.bound_function = function
-        self._class_forward = original_forward(module)
         self._module = weakref.ref(module)
         self.__dict__.update(vars(function))  # functools.wraps copies it
         remember(module)
@@ -33,18 +32,19 @@ class BoundForward:
         return self.__func__(self.__self__, *args, **kwargs)
 
     @property
+    def name(self) -> str:
+        return self.bound_function.__name__
+
+    @property
     def __func__(self):
-        of_class = type(self.__self__).forward
-        if of_class is self._class_forward:
-            return self.bound_function
-        within = inside(of_class)
-        return self.bound_function if within is self._class_forward or is_marked(within) else of_class
+        return self.bound_function
 
     @property
     def __self__(self):
         module = self._module()
         if module is None:
-            raise ReferenceError("this forward's module is gone, expected one that is alive: keep the model, not model.forward alone")
+            name = self.name
+            raise ReferenceError(f"this {name}'s module is gone, expected one that is alive: keep the model, not model.{name} alone")
         return module
 
     @property
@@ -61,12 +61,33 @@ class BoundForward:
         return getattr(self.bound_function, name)
 
     def __deepcopy__(self, memo):
-        made = BoundForward(self.bound_function, copy.deepcopy(self.__self__, memo))
+        return type(self)(self.bound_function, copy.deepcopy(self.__self__, memo))
+
+    def __reduce__(self):  # as a bound method's: a process that lacks this package loads the module with its class's method
+        return getattr, (self.__self__, self.name)
+
+
+class BoundForward(BoundMethod):
+    # A forward that is put on the module's class later is called instead, as it would be without this one.
+    __slots__ = ("_class_forward",)
+    name = "forward"
+
+    def __init__(self, function, module):
+        super().__init__(function, module)
+        self._class_forward = original_forward(module)
+
+    @property
+    def __func__(self):
+        of_class = type(self.__self__).forward
+        if of_class is self._class_forward:
+            return self.bound_function
+        within = inside(of_class)
+        return self.bound_function if within is self._class_forward or is_marked(within) else of_class
+
+    def __deepcopy__(self, memo):
+        made = super().__deepcopy__(memo)
         made._class_forward = self._class_forward
         return made
-
-    def __reduce__(self):  # as a bound method's: a process that lacks this package loads the module with its class's forward
-        return getattr, (self.__self__, "forward")
 
 
 def begin_graphs_after(function) -> None:
@@ -78,7 +99,7 @@ def begin_graphs_after(function) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
 
 
-for function in (BoundForward.__call__, vars(BoundForward)["__func__"].fget, vars(BoundForward)["__self__"].fget):
+for function in (BoundMethod.__call__, vars(BoundForward)["__func__"].fget, vars(BoundMethod)["__self__"].fget):
     begin_graphs_after(function)
 
 

@@ -1,0 +1,114 @@
+"""What Trainer asks a captured model in each pass is what the model's class says, without a walk over all modules."""
+
+import copy
+import itertools
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from tests.capturing import one_family
+
+pytestmark = one_family
+NAMES = "train", "num_parameters"
+
+
+class Counting(nn.Module):
+    """Counts the calls of its `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def train(self, mode=True):
+        self.calls.append(mode)
+        return super().train(mode)
+
+
+@pytest.fixture
+def adapted(package, tiny_model):
+    """A captured model with adapters, and the causal LM in it."""
+    model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules="all-linear")).train()
+    package.capture(model)
+    return model, model.get_base_model()
+
+
+def asked(model, arguments):
+    return type(model).num_parameters(model, *arguments)
+
+
+@pytest.mark.parametrize("change", ("none", "frozen", "added", "shared", "embedding"))
+def test_the_number_of_parameters_is_transformers(adapted, change):
+    _, causal_lm = adapted
+    if change == "frozen":
+        causal_lm.model.norm.weight.requires_grad_(False)
+    if change == "added":
+        causal_lm.model.layers[0].mlp.bias = nn.Parameter(torch.zeros(3))
+    if change == "shared":
+        causal_lm.model.layers[1].mlp = causal_lm.model.layers[0].mlp
+    if change == "embedding":
+        causal_lm.model.more = nn.Embedding(5, 7)
+    found = [causal_lm.num_parameters(*arguments) for arguments in itertools.product((False, True), repeat=2)]
+    assert found == [asked(causal_lm, arguments) for arguments in itertools.product((False, True), repeat=2)]
+    assert len(set(found)) >= 3
+
+
+def test_neither_walks_over_all_modules(adapted):
+    model, causal_lm = adapted
+    expected = asked(causal_lm, (False, True))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("named_modules", "children"):
+            patch.setattr(causal_lm.model, name, None)
+        assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
+
+
+def test_the_mode_changes_where_it_is_another(adapted):
+    model, causal_lm = adapted
+    for mode in (False, True):
+        assert model.train(mode) is model
+        assert {module.training for module in model.modules()} == {mode}
+    causal_lm.model.layers[0].mlp.down_proj.eval()  # one of many
+    model.train()
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match="boolean"):
+        causal_lm.train("yes")
+
+
+def test_a_module_with_a_method_of_its_own_is_asked(adapted):
+    model, causal_lm = adapted
+    counting, calls = Counting(), []
+    causal_lm.model.counting = counting
+    model.train()
+    assert counting.calls == [True]
+    del causal_lm.model.counting
+    norm = causal_lm.model.norm
+    norm.train = lambda mode=True: calls.append(mode) or norm
+    model.train()
+    assert calls == [True]
+
+
+def test_a_function_that_is_replaced_is_called(adapted, monkeypatch):
+    model, calls, train = adapted[0], [], nn.Module.train
+    monkeypatch.setattr(nn.Module, "train", lambda self, mode=True: calls.append(self) or train(self, mode))
+    model.train()
+    assert len(calls) == len(list(model.modules()))
+
+
+def test_a_copy_answers_for_itself(package, tiny_model):
+    model = package.kernelize(tiny_model())
+    package.capture(model)
+    made = copy.deepcopy(model)
+    made.model.more = nn.Linear(2, 2)
+    made.eval()
+    assert made.num_parameters() == model.num_parameters() + 6 and model.training and not made.model.norm.training
+
+
+def test_what_is_put_on_a_model_comes_off(package, tiny_model):
+    model, other = package.kernelize(tiny_model()), package.kernelize(tiny_model())
+    other.train = own = lambda mode=True: other
+    for each in (model, other):
+        package.capture(each)
+    assert set(NAMES) < set(vars(model)) and other.train is own
+    package.reset()
+    assert not set(NAMES) & set(vars(model)) and other.train is own
