@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import types
 
 import pytest
 
@@ -64,3 +65,12 @@ def test_only_settled_tests_are_left_out_and_only_while_nothing_has_changed(reco
     settled.mark(items)
     settled.is_current.cache_clear()
     assert [bool(item.marks) for item in items] == [recorded, recorded, False, False]
+
+
+@pytest.mark.parametrize("options", (["--help"], ["-k", "nothing"], ["--collect-only"]))
+def test_no_option_records_tests_that_did_not_run(monkeypatch, tmp_path, options):
+    monkeypatch.setattr(settled, "RECORD", tmp_path / "settled.txt")
+    monkeypatch.setattr(settled.subprocess, "run", lambda *command, **rest: types.SimpleNamespace(returncode=0))
+    with pytest.raises(SystemExit):
+        settled.main(options)
+    assert not settled.RECORD.exists() and settled.main([]) == 0 and settled.RECORD.read_text().strip() == settled.digest()
