@@ -127,7 +127,7 @@ def test_a_captured_trainer_has_more_steps_ahead(tmp_path, in_this_process, monk
     pytest.importorskip("trl")
     captured = []
     monkeypatch.setattr(benchmark_trainers, "AHEAD", 2)
-    monkeypatch.setattr(benchmark_trainers, "package", lambda folder: types.types.SimpleNamespace(capture=captured.append))
+    monkeypatch.setattr(benchmark_trainers, "package", lambda folder: types.SimpleNamespace(capture=captured.append))
     arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "2"]
     found = benchmark_trainers.main([*arguments, "--providers", "huggingface,bastile,bastile_captured", "--results", str(tmp_path)])
     plain, ours = (found.steps[provider, 64] for provider in ("bastile", "bastile_captured"))
