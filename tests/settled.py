@@ -1,8 +1,8 @@
 """Tests of what lies below hf/: their outcome follows from files alone, so `make test` leaves them out while these are what they were when
 the tests last passed. `make test-rest` has them in any case. `python -m tests.settled` runs them, and records the digest of the files.
 
-The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the names that the packages offer, the
-tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and docstrings do not count.
+The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the optimizer and the self check, the names
+that the packages offer, the tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and docstrings do not count.
 """
 
 import argparse
@@ -26,13 +26,25 @@ SETTLED = {
         ("test_kernels.py", "test_properties.py", "test_alignment.py", "test_slabs.py", "test_one_dimension.py", "test_sizes.py",
          "test_large_logits.py", "test_large_values.py", "test_wrong_input.py", "test_gated_delta.py", "test_delta_work.py",
          "test_short_conv.py", "test_attention_kernels.py", "test_attention.py", "test_log_probs.py", "test_chunked_losses.py",
-         "test_ignored_tokens.py", "test_loss_options.py", "test_ops.py", "test_loss.py", "test_expert_ids.py"),
+         "test_ignored_tokens.py", "test_loss_options.py", "test_ops.py", "test_loss.py", "test_expert_ids.py", "test_turned_signs.py",
+         "test_replay.py", "test_compiled_nodes.py"),
         "",
     ),
+    "test_mutants.py": "without_an_error_every_check_passes",
+    "test_autograd.py": "autograd the_backward_pass_does_what_is_needed_and_no_more the_loss_multiplies_no_more_than_is_needed "
+    "without_gradients_nothing_of_a_backward_pass_runs derivatives_are_those_of_finite_differences "
+    "derivatives_of_the_kernels_are_those_of_finite_differences",
+    "test_tensor_kinds.py": "every_kind_with_numbers_in_memory one_argument_of_another_kind an_upstream_gradient_with_its_sign_turned "
+    "distributed_tensors a_distributed_tensor_beside_others_is_refused_by_torch meta_tensors fake_tensors transforms_of_functions "
+    "a_meta_tensor_beside_others_is_refused_by_name after_a_transform_the_kernels_run_again",
+    "test_compiled_numbers.py": "operations_with_symbols_for_their_numbers numbers_of_the_suite_that_change",
+    "test_compile.py": "operators operators_with_kernels operations_compile_whole_and_once_for_all_lengths the_loss_compiles_whole",
+    "test_family_operations.py": "operation",
 }  # fmt: skip
 # What they run besides what they import: of the package, and what makes the fixtures and the builds that they load.
 BELOW = ("interpreter/*.py", "kernel_src/*.py", *(f"torch-ext/shared/{part}/*.py" for part in ("runtime", "ops", "decoder")),
-         "torch-ext/qwen3/*.py", "packages/*/torch-ext/*/*.py", "tests/conftest.py", "tests/cpu/conftest.py")  # fmt: skip
+         "torch-ext/shared/hf/optimizer.py", "torch-ext/shared/hf/say/self_check.py", "torch-ext/qwen3/*.py",
+         "packages/*/torch-ext/*/*.py", "tests/conftest.py", "tests/cpu/conftest.py")  # fmt: skip
 NAMED = "kernels.toml", "packages/*/kernels.toml"  # no Python
 
 
@@ -74,8 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tests, and records that they passed: all of them, so there are no options by which pytest might leave some out."""
     argparse.ArgumentParser(prog="python -m tests.settled", description=__doc__).parse_args(arguments)
     before = digest()
-    files = [f"tests/cpu/{name}" for name in SETTLED]
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-n", "auto", "--dist", "worksteal"]
+    whole = [f"tests/cpu/{file}" for file, functions in SETTLED.items() if not functions]
+    some = [f"tests/cpu/{file}::test_{name}" for file, functions in SETTLED.items() for name in functions.split()]
+    command = [sys.executable, "-m", "pytest", *whole, *some, "-q", "-n", "auto", "--dist", "worksteal"]
     status = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
     if status == 0:
         RECORD.write_text(f"{before}\n")
