@@ -1,8 +1,9 @@
 """Tests of what lies below hf/: their outcome follows from files alone, so `make test` leaves them out while these are what they were when
 the tests last passed. `make test-rest` has them in any case. `python -m tests.settled` runs them, and records the digest of the files.
 
-The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the optimizer and the self check, the names
-that the packages offer, the tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and docstrings do not count.
+The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the optimizer and the self check, the
+names that the packages offer, the tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and
+docstrings do not count.
 """
 
 import argparse
