@@ -57,13 +57,13 @@ def layers_run(request, monkeypatch):
     assert ran or not installed
 
 
-def install(qwen3, model, how="kernelize"):
+def install(qwen3, model, how="kernelize", **options):
     """Puts the layers on, in one of WAYS; returns the model."""
     installed.append(model)
     if how == "apply":
-        qwen3.apply()
+        qwen3.apply(**options)
         return model
-    qwen3.kernelize(model)
+    qwen3.kernelize(model, **options)
     return qwen3.pack(model) if how == "pack" else model
 
 

@@ -1,4 +1,5 @@
 """Two processes with a GPU each, with NCCL."""
 
 from tests.integrations.parallel import *  # noqa: F403
+from tests.integrations.parallel_eight_bits import *  # noqa: F403
 from tests.integrations.parallel_qwen3_moe import *  # noqa: F403

@@ -70,6 +70,7 @@ class BoundMethod:
 class BoundForward(BoundMethod):
     # A forward that is put on the module's class later is called instead, as it would be without this one.
     __slots__ = ("_class_forward",)
+    __doc__ = vars(BoundMethod)["__doc__"]  # a class has one of its own otherwise
     name = "forward"
 
     def __init__(self, function, module):
