@@ -128,6 +128,7 @@ bench-plots: $(READY) ## pictures, and README, docs and cards with numbers, from
 check: $(READY) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.prose
 
 clean:
 	rm -rf build dist packages/*/build .cache torch-ext/*/cubins packages/*/torch-ext/*/cubins

@@ -240,7 +240,7 @@ class ExpertsBenchmark(OperationBenchmark):
         random = Random(self.device, torch.bfloat16, self.seed or 0)
         given = inputs(models.size("gpt_oss_20b" if gpu else "gpt_oss_tiny"), 4096 if gpu else 32, random)
         hidden, scores, gate_up, down, gate_up_bias, down_bias = given.leaves
-        # Small results, of gates that are as large as ever.
+        # Small results, of gates of the usual size.
         small = (hidden, scores, gate_up, 0.01 * down, gate_up_bias, 0.01 * down_bias)
         self.inputs = Inputs(small, given.others, tuple(0.01 * t for t in given.output_gradients)).copy()
         self.reference_inputs = self.inputs.copy()

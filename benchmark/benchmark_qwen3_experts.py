@@ -112,7 +112,7 @@ class Qwen3ExpertsBenchmark(OperationBenchmark):
         random = Random(self.device, torch.bfloat16, self.seed or 0)
         given = inputs(models.size("qwen3_moe_30b_a3b" if gpu else "qwen3_moe_tiny"), 4096 if gpu else 32, random)
         hidden, scores, gate_up, down = given.leaves
-        small = (hidden, scores, gate_up, 0.01 * down)  # small results, of gates that are as large as ever
+        small = (hidden, scores, gate_up, 0.01 * down)  # small results, of gates of the usual size
         self.inputs = Inputs(small, given.others, tuple(0.01 * t for t in given.output_gradients)).copy()
         self.reference_inputs = self.inputs.copy()
         self.function = self.load()

@@ -1,4 +1,4 @@
-"""Attention over documents that lie behind each other (FlashAttention-2, Dao 2023, arXiv 2307.08691), with attention sinks.
+"""Attention over packed documents (FlashAttention-2, Dao 2023, arXiv 2307.08691), with attention sinks.
 
     s = scale * q @ k.T where the query sees the key       p = exp(s - lse)       lse = log(sum(exp(s)) + exp(sink))
     out = p @ v                                            delta = rowsum(dout * out)

@@ -1,6 +1,6 @@
 """Which tokens see which, made once a batch for every layer's attention (kernel_src/attention.py).
 
-The documents of a batch lie behind each other in one row of tokens. A query at t sees the keys of its own document from t - left to
+The documents of a batch are packed into one row of tokens. A query at t sees the keys of its own document from t - left to
 t + right: causal attention has right = 0, a sliding window of w tokens left = w - 1. Turned round, a key at t is seen by the queries
 from t - right to t + left. Both are intervals whose ends never go back from one token to the next, so a block of tokens is known from its
 first and last one. A token of no document (padding) sees nothing and is seen by nothing.

@@ -80,8 +80,8 @@ def put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd,
 @ct.function
 def put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale, chunk, key_head, half, K: Const,
                      V: Const, BV: Const):
-    """Writes half a chunk's rows of the part of dk that is known, their part of dgamma, and what the chunk carries of it. G's columns are
-    made again, as rows of its transpose, so that no block holds all of it."""
+    """Writes half a chunk's rows of the part of dk that is known, their part of dgamma, and what the chunk carries of it. Recomputes
+    G's columns as rows of its transpose, so that no block holds all of G."""
     place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
     tokens, group, of_keys = tokens_of(table, chunk), dout.shape[1] // keys.shape[1], zeros(PART, K)
     for i in range(group):

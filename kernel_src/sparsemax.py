@@ -247,7 +247,7 @@ def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, T
 @ct.kernel
 def sparsemax_threshold(x, maxima, top, size, total, CHUNK: Const, WIDTH: Const, TILE: Const):
     """top, size, total: [rows] fp32, the maximum of a row, and how many of its elements are in the support and their sum, of
-    x - top. One row a block; TILE: the chunks that are looked at at once."""
+    x - top. One row a block; TILE: the columns of a chunk."""
     ct.grid_dependency_control_wait()
     row = ct.bid(0)
     highest = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)

@@ -3,7 +3,7 @@
     dgate = dout * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))          dup = dout * silu(gate)
 
 The exact kernels take rows of any stride, in pieces of TILE: one of several projections that lie side by side has such rows. Whatever
-is contiguous is looked at as rows of one piece. A checked load costs 18 % here (H200), so no piece reaches past a row's end;
+is contiguous is viewed as rows of one piece. A checked load costs 18 % here (H200), so no piece reaches past a row's end;
 the `any` kernels, with checks, take the rest.
 """
 

@@ -1,4 +1,4 @@
-"""Whether arrays of a launch share memory, as the interpreter finds it: against the bytes that each reaches, one by one."""
+"""Whether arrays of a launch share memory, as the interpreter finds it: against the bytes that each reaches."""
 
 import random
 

@@ -27,7 +27,7 @@ def reasons(package, model) -> dict:
 def test_a_kernelized_model_is_fused(qwen3):
     found = reasons(qwen3, qwen3.kernelize(tiny_model()))
     assert FUSED <= {part for part, reason in found.items() if not reason}
-    assert "not on a GPU" in found["kernels on cpu"]
+    assert "no GPU" in found["kernels on cpu"]
 
 
 def test_the_page_on_troubles_has_a_line_for_every_reason(qwen3):

@@ -142,7 +142,7 @@ def test_explain(liger):
     assert found["LayerNorm", ""].fused and found["GroupNorm", ""].fused and found["RMSNorm", ""].count == 1
     assert "subclass" in next(row.reason for row in rows if row.part == "Doubled")
     assert "eps" in next(row.reason for row in rows if row.part == "RMSNorm" and not row.fused)
-    assert found["kernels on cpu", "cpu is not on a GPU: PyTorch's operations run there"].advice == "move the model to a CUDA device"
+    assert found["kernels on cpu", "no GPU (cpu): PyTorch's operations run"].advice == "move the model to a CUDA device"
     with torch.autocast("cpu", torch.bfloat16):
         assert all("autocast" in row.reason for row in liger.explain(model).rows if row.part in ("LayerNorm", "GroupNorm"))
     model[3].forward = lambda input: input

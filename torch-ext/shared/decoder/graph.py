@@ -1,6 +1,6 @@
 """Operators for a graph of torch.compile or torch.export, one for each of a node's two functions.
 
-An operator takes the tensors that there are as one list, the sizes as another, and all else as text, which is read once: each argument
+An operator takes the tensors that are not None as one list, the sizes as another, and all else as text, which is read once: each argument
 costs the host some time in each call, and a stored graph means the same in another process. What it returns is contiguous and shares no
 memory with its arguments or among each other, as a compiler expects it. Its fake function is the node's own, on tensors without data; a
 gradient looks like its tensor. Whether weights lie side by side in memory is known when the operator runs, so its results do not show it.

@@ -134,7 +134,7 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
 def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: Any,
                  needs: OutputGroups, both: Optionals = None) -> Tuple[OutputTensors, OutputGroups]:
     """The gradients, None for those that are not needed; that of x is flat. need, needs: whether each needs one. both: where gate and up
-    are made again, as of `mlp_forward`."""
+    are recomputed, as of `mlp_forward`."""
     inner, down, total = groups.inner, groups.down, saved.total
     dtype, dout = inner.group.dtype, dout.reshape(total.shape)
     normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)

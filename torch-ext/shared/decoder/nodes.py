@@ -251,7 +251,7 @@ def norm_mlp(
         spec: the description.
         attended: [tokens, features] or [batch, tokens, heads, head_dim] of `dtype`, attention's output.
         dtype: of the products; by default that of PyTorch's products of x.
-        recompute: whether gate and up are made again in the backward pass, bit for bit, instead of kept.
+        recompute: whether gate and up are recomputed in the backward pass, bit for bit, instead of kept.
         products: as of `Node.__call__`.
 
     Returns:

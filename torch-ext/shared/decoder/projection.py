@@ -1,4 +1,4 @@
-"""Linear projections of one input, as data: their tensors, what of them is no tensor, and how a node finds both again.
+"""Linear projections of one input, as data: their tensors, their metadata, and how a node retrieves both.
 
     y = x @ weight.T + bias + scaling * (dropout(x) @ a.T @ b.T + adapter_bias)          (LoRA, arXiv 2106.09685)
 """
@@ -218,7 +218,7 @@ class Layout:
         self.replayable = all(group.replayable for group in self.groups)
         parts = [part for group in groups for part in tensors_of(group)]
         self.count = len(parts)
-        # An autograd function gets those that there are: of twenty arguments sixteen would be None.
+        # An autograd function gets the tensors that are not None: of twenty arguments sixteen would be.
         self.places = [i for i, part in enumerate(parts) if part is not None]
         inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
         start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
@@ -238,7 +238,7 @@ class Layout:
         return found
 
     def whole_of(self, present: Sequence) -> Optional[torch.Tensor]:
-        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, among the tensors that there are."""
+        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, among the tensors that are not None."""
         return side_by_side([present[place] for place in self.neighbours]) if self.neighbours else None
 
     def by_group(self, tensors: Sequence) -> List[Sequence]:

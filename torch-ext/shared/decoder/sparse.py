@@ -365,7 +365,7 @@ def norm_experts(
         gate: how the experts' weights are laid out.
         attended: [tokens, features] or [batch, tokens, heads, head_dim], attention's output.
         o: attention's output projection, whose tensors may be float32 where x is narrower.
-        recompute: whether the experts' first products are made again in the backward pass, bit for bit, instead of kept.
+        recompute: whether the experts' first products are recomputed in the backward pass, bit for bit, instead of kept.
         shared: the shared expert, whose projections' tensors may be float32 where x is narrower.
 
     Returns:

@@ -36,7 +36,7 @@ class _NoContext:
 def apply_function(function, *arguments):
     """function.apply(*arguments), of an autograd function without setup_context, on ordinary tensors (`needs_formula`).
 
-    What torch's own `apply` would ask is known of those, so this calls what that calls in the end. Where gradients are switched off it is
+    Those checks have passed already, so this skips torch's `apply` and calls the implementation. Where gradients are switched off it is
     the forward alone: that is half of what a small operation costs the host, and generating text is made of small operations.
     """
     if torch.compiler.is_compiling():
@@ -272,7 +272,7 @@ def split_rows(*arrays: torch.Tensor) -> Optional[Iterator[List[torch.Tensor]]]:
 class ElementwiseKernel(Kernel):
     """A kernel on every element of tensors of one shape and dtype.
 
-    exact: takes rows [rows, columns] that a TILE of its variants divides; what is contiguous is looked at as rows of one TILE. checked:
+    exact: takes rows [rows, columns] that a TILE of its variants divides; contiguous tensors are viewed as rows of one TILE. checked:
     takes any number of elements, flat. Tensors are contiguous, or aligned [rows, columns] whose columns a TILE divides. Calling it
     raises ValueError when their shapes or dtypes differ.
     """

@@ -294,7 +294,7 @@ def reduced(rows, scale):
 
 
 def output_of(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
-    """What is returned of a reduced loss and of the rows, whose own loss is not looked at."""
+    """What is returned for a reduced loss and for the rows, whose own loss is ignored."""
     if not (options.return_z_loss or options.predicts):
         return loss
     z_loss = reduced(rows.z_loss, scale) if options.return_z_loss else None

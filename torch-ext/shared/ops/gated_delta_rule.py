@@ -1,7 +1,7 @@
 """The gated delta rule of Qwen3.5, Qwen3-Next and OLMo-Hybrid (arXiv 2412.06464), in chunks of 64 tokens; kernel_src/gated_delta.py has the
 formulas of the forward pass, gated_delta_backward.py those of the backward pass.
 
-Saved are the arguments and the inverse of each chunk's triangle, 128 bytes a token and value head; the rest is made again. No sum is
+Saved are the arguments and the inverse of each chunk's triangle, 128 bytes a token and value head; the rest is recomputed. No sum is
 made by atomics: two runs give the same bits, and so do documents packed into a row and each in a row of its own.
 """
 

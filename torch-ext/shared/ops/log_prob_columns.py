@@ -5,7 +5,7 @@ the weight's gradient of them: a fourth product with the vocabulary. That gradie
 allocates in any case, and tokens x columns logits fit into it. So the forward pass allocates it, and leaves as many of the logits' columns
 in it as it holds. The backward pass takes the vocabulary in slices: it turns a slice's logits into their gradient, multiplies this by the
 hidden states, and writes the product, the gradient of the slice's weights, where it is to be, in front of the columns that it has not
-read yet. Some more columns have memory of their own; those for which there is none are made again. For 8192 tokens of 4096 features 62 %
+read yet. Some more columns have memory of their own; those for which there is none are recomputed. For 8192 tokens of 4096 features 62 %
 are kept, which is 3.4 products instead of four, for no more memory than the chunks of a backward pass take otherwise; and the gradient of
 every slice is one GEMM over all tokens, which rounds once.
 
@@ -22,7 +22,7 @@ from .cross_entropy import is_counted
 
 # The least features times the share of columns that is kept. Making the hidden states' gradient in the forward pass is one more reading and
 # writing of the logits. Measured on an H200 with 8192 tokens and 151936 classes, as parts of TRL's time in the same run: with 4096
-# features, 62 % kept, 0.85, where all logits made again took 1.01; with 1024 features, 12 % kept, 1.04 instead of 1.01.
+# features, 62 % kept, 0.85, where recomputing all logits took 1.01; with 1024 features, 12 % kept, 1.04 instead of 1.01.
 LEAST = 768
 APART = 4  # the weight's gradient is so many times as large as the memory of the columns that do not lie in it
 

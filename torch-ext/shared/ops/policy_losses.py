@@ -181,7 +181,7 @@ SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 
 
 def check_numbers(options: Options, names: Sequence[str] = (*SAPO, "delta")) -> None:
-    """Raises ValueError for numbers that no formula takes. names: those that are looked at."""
+    """Raises ValueError for numbers that no formula takes. names: those that are checked."""
     for name in names:
         number = getattr(options, name)
         if number is not None and number <= 0:

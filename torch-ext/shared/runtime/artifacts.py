@@ -2,7 +2,7 @@
 
 `cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
 each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of xz streams, one for each architecture, with
-the images of all variants one after another: they are much alike, and packed together take a third of what they take one by one. A GPU
+the images of all variants one after another: they are much alike, and packed together take a third of what they take separately. A GPU
 has use for one stream of a file, which is unpacked when the first of its images is asked for: 7 ms for each MB of images, on one core of a
 server. An image holds machine code for the host's processor too, which the driver runs: an image of another host would crash the process,
 so a host reads only the files of its own folder, and a file is hashed before the driver sees a byte of it.
@@ -361,7 +361,7 @@ class Artifacts:
             return
         pool = ThreadPoolExecutor(UNPACKERS, "bastile-unpack")
         for name in sorted(names, key=sizes.__getitem__, reverse=True):
-            pool.submit(self._stream, name, architecture)  # what is wrong with a stream hears who asks for it
+            pool.submit(self._stream, name, architecture)  # whoever asks for a stream gets its error
         pool.shutdown(wait=False)
 
     def _unpack(self, name: str, architecture: str) -> bytes:

@@ -84,7 +84,7 @@ def kernels_run_on(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool
 def why_no_kernels(device: torch.device) -> str:
     """Why the prebuilt kernels do not run on a device; "" where they do. Raises nothing and remembers nothing."""
     if device.type != "cuda":
-        return f"{device.type} is not on a GPU: PyTorch's operations run there"
+        return f"no GPU ({device.type}): PyTorch's operations run"
     try:
         _check(torch.cuda.current_device() if device.index is None else device.index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
@@ -153,7 +153,7 @@ def prepare_backward(index: int) -> None:
             with torch.cuda.device(index), torch.cuda.stream(stream):
                 _AskForHandle.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
         except RuntimeError:
-            pass  # what is wrong with the device hears who uses it
+            pass  # the first real use reports what is wrong with the device
 
     threading.Thread(target=prepare, name=BACKWARD_THREAD).start()
 

@@ -1,6 +1,6 @@
 """Turns a recorded call into a Python function that does the same with other tensors. `print(plan)` shows it.
 
-Calling a list of steps one by one would cost the host 0.3 to 1 us more for each step. The function does what the call did, except for what
+Looping over a list of steps would cost the host 0.3 to 1 us more for each step. The function does what the call did, except for what
 has no effect on its results:
 
 1. Where nothing is computed, everything is allocated first: a plan that finds an odd address then has launched nothing yet.

@@ -27,7 +27,7 @@ WORKING_SET = 2**28  # bytes that a round goes through, so that nothing is found
 GAIN = 0.02  # a candidate that is faster by less does not displace the default: measurements of one kernel differ by 1 %
 LONGEST = 1e12  # microseconds: no launch takes eleven days, and what is longer is no time
 MACHINES = 32  # that the file keeps, the latest ones
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that there are kernels for
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # for which there are kernels
 TOKENS = 256  # enough to load every kernel
 # So many that a launch takes tens of microseconds, as in training; where the memory is short, fewer. For Qwen3-8B: 1.5 and 0.4 GiB.
 TIMED_TOKENS = (4096, 1024)

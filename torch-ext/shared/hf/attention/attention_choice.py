@@ -70,8 +70,8 @@ def register_attention(*decoders: Any) -> None:
 
 
 def unregister_attention(modules: Iterable = ()) -> None:
-    """Takes this package's implementation back. What is left is another package's, or none unless one of the modules asks for it by name:
-    it goes on asking."""
+    """Takes this package's implementation back. Leaves another package's registration, or ours if one of the
+    modules still names it."""
     asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
     for interface, _ in _interfaces():
         withdraw(interface, OFFERED, ATTENTION, __name__, lambda: asked)
@@ -245,7 +245,7 @@ def leave_attention(module) -> None:
 
 def choose_attention(model) -> None:
     """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
-    one that was asked for by name, and one where a function of the user's or a library's is in the place of transformers' own. Where a part
+    one that was asked for by name, and one where a function of the user's or a library's replaces transformers' own. Where a part
     of it may not know what ours hands it for a mask, or attention is spread over processes, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
     named, spread = vars(state.config).get(STORED), spread_by(state.config)

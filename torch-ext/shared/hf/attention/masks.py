@@ -22,7 +22,7 @@ WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before e
 
 
 class Rule(NamedTuple):
-    """What a causal mask function of transformers says beside that. window: keys that a query sees, its own among them, or None;
+    """The window and documents of a causal mask function of transformers. window: keys that a query sees, its own among them, or None;
     packed: [batch, tokens], a number for each token's document, or None."""
 
     window: Optional[int] = None

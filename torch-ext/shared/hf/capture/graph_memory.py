@@ -1,4 +1,4 @@
-"""The memory that the graphs of a model share: what they read, and what of that which they compute lives on after them.
+"""The memory that the graphs of a model share: their inputs, and those of their results that outlive a replay.
 
 A replay is over before the next one begins, of whatever size either is, so all graphs record in one pool of memory, in which each finds
 free what the ones before it needed only while they ran. What has to stay where it is lies here, once for all sizes: the arguments of layers

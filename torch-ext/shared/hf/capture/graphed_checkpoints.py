@@ -78,7 +78,7 @@ def without_their_own(layers: Iterable[nn.Module]):
 
 
 def checkpointed(layer: nn.Module, function, x: torch.Tensor) -> torch.Tensor:
-    """function(x), a layer's call that draws no random numbers. It is made again in the backward pass where the layer is checkpointed."""
+    """function(x), a layer's call that draws no random numbers. It runs again in the backward pass where the layer is checkpointed."""
     if not is_checkpointed(layer):
         return function(x)
     return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,5 @@
-"""What the forwards of a family read of their modules, by their text, and what of that a row of the table accounts for. A fused layer
-that does not know of an attribute would silently leave out what the family computes with it.
+"""Which attributes the forwards of a family read of their modules, by their text, and which of them a row of the table accounts for. A
+fused layer that does not know of an attribute would silently leave out what the family computes with it.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""A model family of transformers as a row of a table, and which layers of a package stand in for what of it.
+"""A model family of transformers as a row of a table, and which of its parts the layers of a package replace.
 
 `Family` describes the decoder layer: the names of its parts and what they compute. A new family is one `Family`, and its layers
 (`decoder_layers`) in its package; nothing else knows a family by name.
@@ -16,7 +16,7 @@ from .forwards import rotary_of, rotary_pos_emb, unless_replaced
 from .head import Head
 
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
-LOSS_WITH_VISION = "loss_with_vision of "  # and a class with a vision tower in front of the decoder: the same of that
+LOSS_WITH_VISION = "loss_with_vision of "  # and the class of a vision-language model
 
 
 def argument_of(operation: str) -> str:
@@ -62,7 +62,7 @@ class Vision(NamedTuple):
     not before. rest: what transformers 5.17 calls the forward's other keyword
     arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
     deepstack: whether the decoder adds visual features between its layers. former: what transformers 5.17 has instead of
-    mm_encoder_outputs, "" for nothing.
+    mm_encoder_outputs, "" for no such argument.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Family(NamedTuple):
     embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
     scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
     branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
-    or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
+    or the experts, and the MLP's last projection. absent: submodules that must not be there for a layer to be fused. norm_argument,
     mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
     angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what may
     mix a layer's tokens instead of plain attention. divisor,
@@ -166,14 +166,14 @@ class Family(NamedTuple):
 
 
 def head_of(config, divisor: Optional[str], softcap: Optional[str]) -> Head:
-    """What is made of logits where a configuration has these attributes, None for nothing; see `Family`. A text of another family, behind
+    """The scaling and softcap that a configuration asks for; see `Family`. A text of another family, behind
     a tower that several have, may have no softcap."""
     scale = 1.0 if divisor is None else 1.0 / getattr(config, divisor)
     return Head(scale, None if softcap is None else getattr(config, softcap, None))
 
 
 class Targets(NamedTuple):
-    """Which layer of a package stands in for what of one model family of transformers.
+    """Which layer of a package replaces which part of one model family of transformers.
 
     model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
     embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding; rotate: its function.

@@ -58,7 +58,7 @@ APPLY = """Puts the layers on transformers' classes of {names}: models that exis
 
     Raises:
         TypeError: for an option that does not exist.
-        ValueError: for `products` that there are not, or in eight bits without the decoder layer.
+        ValueError: for unknown `products`, or in eight bits without the decoder layer.
         ImportError: when transformers is absent or its version does not fit.
     """
 

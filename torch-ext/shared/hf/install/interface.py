@@ -67,7 +67,7 @@ class Interface:
 
         Raises:
             TypeError: when the model has none of the layers that this package stands in for.
-            ValueError: for `kernels.Mode.FALLBACK`, and for products that there are not.
+            ValueError: for `kernels.Mode.FALLBACK`, and for unknown products.
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
@@ -75,7 +75,7 @@ class Interface:
         return one_model.kernelize(self.families, model, mode, *told, self._shapes)
 
     def explain(self, model):
-        """Says what of a model runs fused, and of the rest why it does not and what to do about it.
+        """Says which parts of a model run fused and, for the others, why not and what to do about it.
 
         model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`,
         `count`, `fused`, `reason`, `advice` and `code`. The answer holds for the state in which the model is now (its adapters, hooks,
@@ -94,7 +94,7 @@ class Interface:
         return doctor.report(self._package, check=check, more=self._findings())
 
     def _findings(self):
-        """What of transformers has another text than in the tested releases."""
+        """The functions of transformers that changed since the tested releases."""
         if not versions.is_installed():
             return ()
         left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
@@ -122,7 +122,7 @@ class Interface:
         model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it
         afterwards. batch, tokens: the sequences of a batch and their length. sizes: lengths, or shapes, with graphs at a time. memory: GiB
         that graphs of such sizes may take; None for a quarter of the GPU's. They all share what the largest needs. Raises TypeError when
-        the model has no decoder layers of this kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when
+        the model has no decoder layers of this kind, ValueError when it is on no GPU or a number is not positive, RuntimeError when
         accelerate holds its layers.
         """
         return one_model.capture(self.families, model, batch, tokens, sizes, memory)

@@ -1,4 +1,4 @@
-"""Puts a package's layers on one model (`kernelize`), captures its layers, and explains what of it runs fused."""
+"""Puts a package's layers on one model (`kernelize`), captures its layers, and explains which parts run fused."""
 
 import sys
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def _attention_forward(targets: Targets, original):
 
 
 class _Chosen(NamedTuple):
-    """What of one model a family's layers go on. forwards, modules: by operation."""
+    """The parts of one model that a family's layers go on. forwards, modules: by operation."""
 
     targets: Targets
     forwards: Mapping[str, Callable]
@@ -224,7 +224,7 @@ def _classes_with_losses(families: Families) -> tuple:
 
 
 def explain(families: Families, model, shapes=None):
-    """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
+    """Says which parts of a model run fused; see `explain` of a package. shapes: as of `kernelize`."""
     own = [targets for targets in families if _modules_of([targets], model, "decoder_layer")]
     losses = {} if shapes is None else read_losses(model, _classes_with_losses(own))
     if shapes is not None and not own:

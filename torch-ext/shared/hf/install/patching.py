@@ -140,7 +140,7 @@ def patch_classes(
 
     Raises:
         TypeError: for an option that does not exist.
-        ValueError: for products that there are not, or that no layer would make.
+        ValueError: for unknown products, or ones that no layer would make.
         ImportError: when transformers is absent or its version does not fit.
     """
     check_products(products)
@@ -157,7 +157,7 @@ def patch_classes(
     for targets, unknown in found:
         other = ownership.holder(targets, families)
         if other:
-            kept = "with what it was told: it is left alone. To change that, call reset() of that package first"
+            kept = "and its options stay. To change them, call reset() of that package first"
             warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=4)
             continue
         for loss in targets.losses():

@@ -1,4 +1,4 @@
-"""Families that are served together, and which layer stands in for what of them."""
+"""Families that are served together, and which layer replaces which of their parts."""
 
 from typing import Callable, NamedTuple, Optional, Tuple
 

@@ -1,1 +1,1 @@
-"""The forwards of decoder layers, which are autograd nodes of `decoder`, and what of them is computed again."""
+"""The forwards of decoder layers, which are autograd nodes of `decoder`, and what checkpoints recompute of them."""

@@ -1,5 +1,5 @@
-"""What of a decoder layer is computed again in the backward pass instead of kept: of a checkpointed layer all but attention, whose output
-and log-sum-exp are kept; of any other the MLP's first products.
+"""Which parts of a decoder layer are recomputed in the backward pass instead of kept: of a checkpointed layer all but attention, whose
+output and log-sum-exp are kept; of any other the MLP's first products.
 
 transformers wraps a decoder layer with torch.utils.checkpoint, which runs it once to throw everything away but its input, and once more in
 the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
@@ -135,7 +135,7 @@ def recomputes_mlp(layer) -> bool:
 def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:
     """run(), a layer's forward, which takes the same outputs for captured in both runs of a checkpointed layer.
 
-    While transformers captures outputs of a layer's parts, these are called one by one. In the second run nothing is captured, and what was
+    While transformers captures outputs of a layer's parts, these are called separately. In the second run nothing is captured, and what was
     in the first cannot be read off the layer: another forward pass may have come between them, such as that of TRL's reference, which is
     the same model without its adapters. So it is remembered on what each forward pass makes anew and its checkpoints hold: the angles of
     its positions. Where a layer gets copies of them, as on another device, that of the last pass is assumed (`modules.own_forward`).
@@ -190,7 +190,7 @@ def _warn_of(layer) -> None:
         why = "ran as several operations, as with torch 2.6 on a CPU for grouped heads, and its output cannot be kept"
         _warn_once(f"keep_attention: attn_implementation='sdpa' {why}: it is computed again. Use 'bastile', or another torch")
     else:
-        what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
+        what = f"keep_attention has no effect with attn_implementation={name!r}: attention is recomputed"
         _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
 
 

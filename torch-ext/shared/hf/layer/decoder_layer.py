@@ -80,7 +80,7 @@ class FusedLayer(OwnForwards):
 
     @constant_when_traced
     def replaced(self) -> str:
-        """Says what is not the library's own of that; "" for nothing."""
+        """Says what is not the library's own; "" where all is."""
         return self.lookups.replaced()
 
     def norm(self, eps: Optional[float]) -> Norm:

@@ -132,7 +132,7 @@ def is_output(cls) -> bool:
 
 
 def follow(module, path: Path) -> Any:
-    """What a path of attributes leads to; None for nothing."""
+    """What a path of attributes leads to, or None."""
     for name in path:
         module = getattr(module, name[: -len(CALL)])() if name.endswith(CALL) else getattr(module, name, None)
     return module

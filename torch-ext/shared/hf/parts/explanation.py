@@ -1,4 +1,4 @@
-"""The table that `explain` makes: what of a model runs fused, and of the rest why it does not and what to do."""
+"""The table that `explain` makes: which parts of a model run fused and, for the others, why not and what to do."""
 
 from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,13 +13,13 @@ ADVICE = {
     "head": "load the head as plain floating point weights, or accept that TRL's trainers compute with it themselves",
     "device": "move the model to a CUDA device",
     "kernels": "",
-    "row": "add one, with its texts (docs/maintainers.md), or accept that these parts run one by one",
+    "row": "add one, with its texts (docs/maintainers.md), or accept that these parts run separately",
     "shape": "",
     "unpatched": "call apply(), or kernelize(model)",
     "texts": "install a newer release of this package, or the newest transformers that it was tested with",
     "accounted": "have the row say what these do (docs/maintainers.md), or take it out of the table",
     "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",
-    "hooks": "remove the hooks, or accept that these parts are called one by one",
+    "hooks": "remove the hooks, or accept that these parts are called separately",
     "checkpointing": "pass gradient_checkpointing_kwargs={'use_reentrant': False} and no other options",
     "cache": "set model.config.use_cache = False for training",
     "changing": "keep adapters, hooks and weights where they are between training steps",

@@ -87,7 +87,7 @@ def replaced_below(function) -> str:
     """Says which name that a function of a library looks up stands for something that is not the library's own; "" for none."""
     found = _lookups.get(function)
     if getattr(function, LAYER, None) is function:
-        return ""  # one of ours, on a layer of a package that stands in for nothing
+        return ""  # one of ours, on a layer of a package that replaces none
     if found is None:
         found = _lookups[function] = Lookups((function,))
     return found.replaced()

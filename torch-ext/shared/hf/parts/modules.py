@@ -301,7 +301,7 @@ def rotary_forward(rotate):
 
 
 def for_class(forward):
-    """What of a layer's forward goes on a class; see `checkpointing.checkpointed`."""
+    """The forward of a layer that goes on a class; see `checkpointing.checkpointed`."""
     return getattr(forward, "__wrapped__", forward)
 
 

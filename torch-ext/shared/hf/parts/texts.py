@@ -68,7 +68,7 @@ def _codes(code) -> Iterator[Any]:
 
 
 def _runs(code) -> tuple:
-    """What of a code object says what it does."""
+    """The parts of a code object that say what it does."""
     consts = [(type(value), value) for value in code.co_consts if not isinstance(value, (type(code), str))]
     return code.co_code, code.co_names, code.co_varnames, code.co_argcount, code.co_kwonlyargcount, repr(consts)
 

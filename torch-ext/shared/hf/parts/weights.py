@@ -33,7 +33,7 @@ def held(module, name: str):
 
 
 def weight_within(module) -> Optional[torch.Tensor]:
-    """The first tensor that a module or one inside it holds as a parameter, or in the place of one; None if there is none."""
+    """The first tensor that a module or one inside it holds as a parameter, or instead of one; None if there is none."""
     found = next(module.parameters(), None)
     if found is not None:
         return found

@@ -32,7 +32,7 @@ LIBRARIES: Libraries = (
 
 
 class Finding(NamedTuple):
-    """name: of what was looked at; found: its version or state; fits: whether this package works with it; advice: one line."""
+    """name: of what was inspected; found: its version or state; fits: whether this package works with it; advice: one line."""
 
     name: str
     found: str
