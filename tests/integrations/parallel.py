@@ -449,11 +449,10 @@ def check_tensor_parallel(here, folder, how, training):
     if how == "apply before":
         here.qwen3.apply()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto").train(training)
-    if how == "apply":
-        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
-            here.qwen3.apply()
-    if how in ("kernelize", "pack"):
-        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
+    # transformers up to 5.17 gives norms no forward of the plan.
+    of_plan = any("forward" in vars(module) for module in model.modules() if "RMSNorm" in type(module).__name__)
+    if how != "apply before":
+        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward") if of_plan else contextlib.nullcontext():
             install(here.qwen3, model, how)
     expected = copy.deepcopy(plain)
     if not training:
