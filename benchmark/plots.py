@@ -133,7 +133,9 @@ def trainers(rows: list[Row]):
     for number, p in enumerate(names):
         places = [group + (number - (len(names) - 1) / 2) * height for group, mine in enumerate(found.values()) if p in mine]
         rates = [mine[p].y_value_50 or 0 for mine in found.values() if p in mine]
-        axes.barh(places, rates, height * 0.9, label=providers.title(p), color=PROVIDERS[p].style["color"])
+        hatch = "///" if is_ours(p) and p != "bastile" else None  # the colour is that of all of ours
+        look = {"color": PROVIDERS[p].style["color"], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
+        axes.barh(places, rates, height * 0.9, label=providers.title(p), **look)
         gains = [times_faster(parts_of(shown[what])[0], p) if is_ours(p) else "" for what, mine in found.items() if p in mine]
         for place, rate, gain in zip(places, rates, gains):
             axes.text(rate + longest * 0.01, place, f"{rate:,.0f}" + (f" ({gain})" if gain else ""), va="center", fontsize=8)

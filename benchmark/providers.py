@@ -64,6 +64,7 @@ PROVIDERS = {
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),
 }
+EIGHT_BITS = frozenset({"torchao", "torchao_rowwise", "bastile_fp8"})  # whose steps stand beside each other, in results of their own
 FLOOR = "floor"  # no provider: what the bytes or the FLOPs alone take
 FLOOR_STYLE = {"color": "black", "linestyle": ":", "linewidth": 1}
 

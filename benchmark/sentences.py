@@ -51,13 +51,13 @@ def operation(rows: list[Row], kernel: str, mode: str, x: int | str, model: str 
     return _times_faster(by_provider(select(rows, kernel_name=kernel, model=model, **wanted)))
 
 
-def less_memory(rows: list[Row], kernel: str, tokens: int, model: str = QWEN3.model) -> Said:
-    """Return how much less memory a training step takes with Bastile than with the leanest peer, in percent."""
+def less_memory(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", model: str = QWEN3.model) -> Said:
+    """Return how much less memory a training step takes with Bastile, or one of its forms, than with the leanest peer, in percent."""
     _, memory = parts_of(select(_steps(rows, kernel, model), x_value=str(tokens)))
-    ours, peer = memory.get("bastile"), leanest(memory)
-    if not (ours and peer and ours.y_value_50 and peer.y_value_50):
+    mine, peer = memory.get(ours), leanest(memory)
+    if not (mine and peer and mine.y_value_50 and peer.y_value_50):
         return Said("")
-    return Said(f"{1 - ours.y_value_50 / peer.y_value_50:.0%}", (peer, ours))
+    return Said(f"{1 - mine.y_value_50 / peer.y_value_50:.0%}", (peer, mine))
 
 
 def longest(rows: list[Row], kernel: str, provider: str = "", model: str = QWEN3.model) -> Said:

@@ -18,6 +18,7 @@ AS_TRAINED = {
     "every layer checkpointed": "_checkpointing",
     "LoRA, rank 16, every layer checkpointed": "_lora_16_checkpointing",
 }
+EIGHT_BITS = {"all weights": "_fp8", "LoRA, rank 16": "_lora_16_fp8"}
 TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}
 # Ways of training with TRL's SFTTrainer, which checkpoints every layer unless told otherwise, and what their results' names end in.
 TRAINERS = {
@@ -112,8 +113,9 @@ def small_models(rows: list[Row]) -> str:
     return table.text()
 
 
-def by_kind(rows: list[Row], kinds: dict[str, str]) -> str:
-    """Return the steps of Qwen3 by what is trained or what a batch looks like. kinds: what the results call each, by its title."""
+def by_kind(rows: list[Row], kinds: dict[str, str], ours: str = "bastile") -> str:
+    """Return the steps of Qwen3 by what is trained or what a batch looks like. kinds: what the results call each, by its title; ours: the
+    provider that is compared with the peers."""
     mine = {what: select(rows, kernel_name=f"{QWEN3.name}_step{kernel}") for what, kernel in kinds.items()}
     names = columns_of(row for found in mine.values() for row in select(found, metric_name="step_time"))
     table = Table("", "tokens", *map(providers.title, names), f"speed {VERSUS}", f"memory {VERSUS}")
@@ -123,7 +125,7 @@ def by_kind(rows: list[Row], kinds: dict[str, str]) -> str:
             found, memory = parts_of(shown)
             where = f"{what}, {models.title(model, layers or models.size(model).layers)}"
             cells = step_cells(shown, names, table.notes)
-            line = [where, tokens, *cells, times_faster(found), share(memory.get("bastile"), leanest(memory))]
+            line = [where, tokens, *cells, times_faster(found, ours), share(memory.get(ours), leanest(memory))]
             table.add(line, [*found.values(), *memory.values()])
     return table.text()
 
@@ -140,6 +142,11 @@ def cases_of(rows: list[Row]) -> list[tuple]:
 def as_trained(rows: list[Row]) -> str:
     """Return the steps of what people fine-tune with: adapters, autocast, checkpointing."""
     return by_kind(rows, AS_TRAINED)
+
+
+def eight_bits(rows: list[Row]) -> str:
+    """Return the steps whose products are in eight bits."""
+    return by_kind(rows, EIGHT_BITS, "bastile_fp8")
 
 
 def trl(rows: list[Row]) -> str:
@@ -248,6 +255,7 @@ TABLES = {
     "as_trained": as_trained,
     "trainers": trainers,
     "trl": trl,
+    "eight_bits": eight_bits,
     "masked": masked,
     "small_models": small_models,
     "first_step": first_step,

@@ -29,7 +29,7 @@ from . import compiled_peer, families, models, routing, unsloth_peer
 from .command_line import default_device, integers, new_parser, results_folder, some_of
 from .families import Family
 from .processes import Group
-from .providers import in_order, is_ours, package
+from .providers import EIGHT_BITS, in_order, is_ours, package
 from .report import log
 from .step_results import Results
 from .stepping import Form, Recipe, Stepper, child
@@ -182,7 +182,8 @@ def main(
         p.error(f"argument --weights: fp32 is for dense models, and the model is {args.model}")
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
-    return run_all(f"{family.name}_step{recipe.name}{form.name}" + "_parts" * args.parts, __file__, args)
+    eight_bits = "_fp8" * bool(EIGHT_BITS & set(args.providers))
+    return run_all(f"{family.name}_step{recipe.name}{form.name}{eight_bits}" + "_parts" * args.parts, __file__, args)
 
 
 if __name__ == "__main__":
