@@ -13,7 +13,7 @@ from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 NAMES = (
     "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
     "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium",
-    "cwm", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
+    "cwm", "apertus", "arcee", "exaone4", "hunyuan_v1_dense", "mixtral",
 )  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
@@ -33,6 +33,7 @@ CHANGES: dict = {
     "cwm": {"bos_token_id": 1},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 VIDEO, IMAGE, IMAGE_START, IMAGE_END = 189, 190, 191, 192  # tokens
 TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
@@ -55,6 +56,7 @@ VISION: dict = {
         **TOKENS_OF_IMAGES,
     },
 }  # fmt: skip
+ROUTERS = ("gate.weight", "router.weight")
 OF_OUTPUT = {"qwen2_vl": "hidden_size"}  # what a tower's configuration calls the width of what it returns
 
 WINDOW = {"sliding_window": 5}  # which every sequence of the tests is longer than
@@ -105,6 +107,8 @@ VARIANTS: dict = {
     "arcee": {"biases": BIASES, "tied": TIED},
     "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
     "hunyuan_v1_dense": {"biases": {"attention_bias": True}, "tied": TIED},
+    "mixtral": {"windows": WINDOW, "tied": TIED, "jitter": {"router_jitter_noise": 0.3},
+                "auxiliary loss": {"output_router_logits": True, "router_aux_loss_coef": 0.5}},
 }  # fmt: skip
 # Options that every family has and some are tested with, the sizes that `tiny` gives, and those that a training step does not know.
 EVERYWHERE = (
@@ -164,7 +168,7 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or "experts" in parameter_name or parameter_name.endswith(ROUTERS):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     return model.to(dtype).train()
 
@@ -256,12 +260,14 @@ def inputs_with_images(model, padded=False):
 TOKENS = random_tokens(2, 21)
 FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
 NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
+SPARSE = ("mixtral",)  # with experts
 CALLED = {"apertus": "norm_mlp", "arcee": "norm_mlp", "exaone4": "norm_attention_inputs", "hunyuan_v1_dense": "norm_attention_inputs"}
 
 
 def nodes_of(name: str) -> list[str]:
     """What a decoder layer of a family is: without the node of a part that is called as the module that it is."""
-    return [node for node in NODES if node != CALLED.get(name)]
+    nodes = ["norm_attention_inputs", "norm_experts"] if name in SPARSE else NODES
+    return [node for node in nodes if node != CALLED.get(name)]
 
 
 def step_of(model, **inputs):

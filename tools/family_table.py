@@ -35,11 +35,14 @@ def beside_llama(family: Any) -> str:
     said += {"head": ["a norm of each head of q and k"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
     said += ["packed gate and up"] if len(family.gate_up) == 1 else []
     said += ["packed q, k and v"] if len(family.qkv) == 1 else []
+    sparse = family.sparse
+    said += [f"a router with experts{', and one more that every token goes to' if sparse.shared else ''}"] if sparse else []
     said += ["GELU"] if family.activation == "gelu_tanh" else []
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []
-    said += [f"layers with {' or '.join(family.absent)} left as they are"] if family.absent else []
+    absent = [path.rpartition(".")[2] for path in family.absent]
+    said += [f"layers with {' or '.join(absent)} left as they are"] if absent else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []
     said += ["a vision tower, left as it is"] if family.whole else []

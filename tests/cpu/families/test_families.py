@@ -16,10 +16,11 @@ from tests.decoder_families import (
     IN_TURNS,
     NAMES,
     NODES,
+    ROUTERS,
+    SPARSE,
     TOKENS,
     UNCHANGING,
     VARIANTS,
-    VISION,
     WINDOW,
     nodes_of,
     step_of,
@@ -30,9 +31,13 @@ from tests.patched import calls_of
 from tests.tolerances import assert_close, relative_error
 
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
-LAST_OF_TEXT = "model.language_model.norm.weight"
+LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
+UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where they are not all
+    **dict.fromkeys(("another activation", "jitter", "clipped"), set()), "auxiliary loss": {"norm_attention_inputs"},
+}  # fmt: skip
 FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 BATCHES = 4
+LEFT = (("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),)
 
 
 def of_families(*names, kernels=FEW):
@@ -44,7 +49,7 @@ def of_families(*names, kernels=FEW):
 CALLED_PARTS = {"norm_mlp": {"mlp"}, "norm_attention_inputs": {"self_attn"}}  # of a layer that lacks a node
 
 
-@of_families(*NAMES)
+@of_families(*NAMES, kernels=(*FEW, *SPARSE))
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
@@ -84,8 +89,9 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
     half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes)
     expected = [step_of(model) for model in models]
     exact, before = steps_of_batches(copy.deepcopy(half).float()), steps_of_batches(half)
-    plain, last = step_of(tiny(name, attn_implementation="eager", **large)), "model.norm.weight" if name not in VISION else LAST_OF_TEXT
-    assert variant == "no windows" or relative_error(expected[0].gradients[last], plain.gradients[last]) > 1e-3
+    plain = step_of(tiny(name, attn_implementation="eager", **large))
+    differ = (relative_error(expected[0].gradients[key], gradient) for key, gradient in plain.gradients.items() if key.endswith(LAST))
+    assert variant == "no windows" or max(differ) > 1e-3
     package.apply()
     for model, step in zip(models, expected, strict=True):
         step_of(model).assert_same(step, FACTOR)
@@ -93,7 +99,7 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
     step_of(models[-1]).assert_same(expected[-1], FACTOR)
     if variant != "dropout":  # bf16 draws other numbers than fp32
         assert_err_no_more(steps_of_batches(half), before, exact)
-    assert set(calls) == (set() if variant == "another activation" else set(nodes_of(name)))
+    assert set(calls) == UNFUSED.get(variant, set(nodes_of(name)))
 
 
 def steps_of_batches(model):
@@ -113,7 +119,7 @@ def assert_err_no_more(found, before, exact):
         assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "olmo2")
+@of_families(*FEW, "gemma3_text", "glm4", "olmo2", *SPARSE)
 def test_autocast(package, calls, name):
     model = tiny(name)
     exact = without_few_numbers(step_of(model))
@@ -121,26 +127,44 @@ def test_autocast(package, calls, name):
         before = step_of(model)
         package.apply()
         found = step_of(model)
-    assert calls == NODES * 2
+    assert calls == nodes_of(name)[: 1 if name in SPARSE else 2] * 2  # experts of fp32 are called
     assert {n: g.dtype for n, g in found.gradients.items()} == {n: g.dtype for n, g in before.gradients.items()}
     found.assert_as_exact_as(before, exact)
 
 
 @pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
-@of_families(*FEW, "phi3")
+@of_families(*FEW, "phi3", *SPARSE)
 def test_lora(package, calls, name, options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)).train()
+    linears = "all-linear" if name not in SPARSE else ["q_proj", "k_proj", "v_proj", "o_proj"]  # PEFT takes experts among all
+    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=linears, **options)).train()
     expected = step_of(model)
     package.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
-    assert calls == NODES * 2
+    assert calls == nodes_of(name) * 2
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_adapters_of_router_and_experts_are_called(package, calls, name):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    parts = ["experts.gate_up_proj", "experts.down_proj", "gate.weight", "router.weight"]
+    model = tiny(name)
+    targets = [part for part in parts if any(key.endswith(part) for key, _ in model.named_parameters())]
+    options = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], target_parameters=targets)
+    model = get_peft_model(model, options).train()
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == ["norm_attention_inputs"] * 2 and len(targets) == 3
+    assert {row.code for row in package.explain(model).rows if "experts" in row.part} == {"hooks"}
 
 
 @pytest.mark.parametrize("keep_attention", (False, True))
-@of_families(*FEW)
+@of_families(*FEW, *SPARSE)
 def test_gradient_checkpointing(package, calls, name, keep_attention):
     model = tiny(name)
     expected = step_of(model)
@@ -171,19 +195,20 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
-@of_families(*FEW, "granitemoehybrid")
+@of_families(*FEW, "granitemoehybrid", *SPARSE)
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
     positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
-    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
-    inputs = ({"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    left, right = ((torch.arange(21) >= torch.tensor([[0], [9]])).long().flip(dims) for dims in ((), (1,)))
+    padded = [{"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)} for mask in (left, right)]
+    inputs = ({"position_ids": positions}, *padded)
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     model.set_attn_implementation("bastile")
     for each, step in zip(inputs, expected, strict=True):
         step_of(model, **each).assert_same(step, FACTOR)
-    assert calls == NODES * 4
+    assert calls == nodes_of(name) * 6
 
 
 @pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
@@ -212,7 +237,7 @@ def test_weights_side_by_side(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid")
+@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid", *SPARSE)
 def test_torch_compile(package, calls, name):
     kinds = {"layer_types": CHANGES[name]["layer_types"][:1]} if "layer_types" in CHANGES.get(name, {}) else {}
     model = tiny(name, num_hidden_layers=1, **kinds)
@@ -256,7 +281,7 @@ def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothin
         step_of(model, **each).assert_same(step, FACTOR)
 
 
-@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")
+@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid", *SPARSE)
 def test_generation(package, calls, name):
     model = tiny(name).eval()
     expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
@@ -295,6 +320,14 @@ def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, c
         package.reset()
 
 
+@pytest.mark.parametrize(("name", "changes", "reason"), LEFT)
+def test_what_a_layer_is_only_taken_apart_without(package, calls, name, changes, reason):
+    model = tiny(name, **changes)
+    package.kernelize(model)
+    assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows}
+    assert torch.equal(step_of(model).loss, step_of(model).loss) and calls == []
+
+
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):
     model = tiny("ministral3", attn_implementation="eager")
     package.apply()
@@ -312,12 +345,13 @@ def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     """Its parts run one by one, each in the dtypes of transformers' own."""
     model = tiny(name, torch.bfloat16, attn_implementation="eager")
     for module in model.modules():
-        if type(module).__name__.endswith("MLP"):
+        if type(module).__name__.endswith(("MLP", "Experts")):
             module.act_fn = module.activation_fn = module.activation = torch.nn.ReLU()
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)
-    assert set(calls) == {node for node in nodes_of(name) if CALLED.get(name) == "norm_mlp"}  # whose MLP is called whatever is in it
+    called = name in SPARSE or CALLED.get(name) == "norm_mlp"  # experts, and an MLP that is called whatever is in it
+    assert set(calls) == ({"norm_attention_inputs"} if called else set())
 
 
 @pytest.mark.parametrize("name", ("phi3",))

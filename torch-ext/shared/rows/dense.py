@@ -1,6 +1,6 @@
-"""The dense decoders: Llama, Qwen, Mistral, Gemma, Phi and their kin."""
+"""Decoders with plain attention: Llama, Qwen, Mistral, Gemma, Phi and their kin, dense or with experts."""
 
-from ..hf.family.families import LOSS, Family, LayerNorms, Vision
+from ..hf.family.families import LOSS, Family, LayerNorms, Sparse, Vision
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from ..hf.layer.decoder_layer import FusedLayer
@@ -38,6 +38,11 @@ QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
 def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
     """Makes a row. model: the family's name in messages; prefix: of transformers' classes; folder: of its module."""
     return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
+
+
+def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
+    """Makes a router and its experts with the names of classes that most families give them."""
+    return Sparse((f"{prefix}{block}", f"{prefix}TopKRouter", f"{prefix}Experts"), **options)
 
 
 LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, LLAVA_NEXT_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
@@ -80,10 +85,11 @@ ROWS = (
     row("Arcee", "Arcee", "arcee", mlp=False, called=("mlp",)),
     row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
     row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", called=("self_attn",)),
+    row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, mlp=False, sparse=sparse("Mixtral"), absent=("mlp.jitter_noise",)),
 )
 SERVED = Served(
     rows=ROWS,
-    options=("rms_norm", "swiglu", "rope", LOSS, "decoder_layer", "attention", "unpad"),
+    options=("rms_norm", "swiglu", "rope", LOSS, "decoder_layer", "attention", "unpad", "experts"),
     cases=(  # Llama 3.1 8B and 3.2 3B, Qwen2.5 7B
         Case(LLAMA, Sizes(4096, 14336, 32, 8, 128, 128256)),
         Case(LLAMA, Sizes(3072, 8192, 24, 8, 128, 128256)),

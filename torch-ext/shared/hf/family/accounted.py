@@ -32,7 +32,9 @@ def accounted(family) -> Dict[str, Names]:
     attention = {*ATTENTION, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
     attention |= {"q_norm", "k_norm"} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
-    layer = {"self_attn", family.block, *family.norms, family.multiplier, *family.dropouts, *family.absent}
+    absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, what of it)
+    attention |= {path for name, path in absent if name == "self_attn"}
+    layer = {"self_attn", family.block, *family.norms, family.multiplier, *family.dropouts, *(name for name, _ in absent)}
     layer |= {"has_experts"} if family.absent else set()
     layer |= {*(mixer.name for mixer in mixers), "block_type", "layer_type"} if mixers else set()
     head = {*CAUSAL_LM, f"config.{family.divisor}"}
@@ -47,7 +49,9 @@ def accounted(family) -> Dict[str, Names]:
     if sparse:
         shared = {sparse.shared, f"{sparse.shared}_gate"} if sparse.shared else set()
         of_router = ROUTER | ({"bias"} if sparse.by_logits else set())
-        found.update(zip(sparse.classes, ({"experts", sparse.router, *shared}, of_router, EXPERTS)))
+        noise = {path for name, path in absent if name == family.block}  # in training
+        of_block = {"experts", sparse.router, *shared, *noise, *(("training",) if noise else ())}
+        found.update(zip(sparse.classes, (of_block, of_router, EXPERTS)))
     if mixers:
         found[f"{prefix}GatedDeltaNet"] = {*DELTA_NET, *(name for mixer in mixers for name in mixer.inputs)}
         found[f"{prefix}RMSNormGated"] = GATED_NORM
