@@ -24,6 +24,7 @@ WIDTH = 140  # of a line that is no table's
 # Tables that are not of results: the module and the function that make each.
 MADE = {
     "families": ("tools.family_table", "family_table"),
+    "moe_families": ("tools.family_table", "moe_table"),
     "integrations": ("tests.integrations.table", "table"),
     "whole": ("tests.whole", "table"),
 }

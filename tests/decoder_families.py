@@ -1,4 +1,4 @@
-"""Small models of the families that `bastile/decoders` serves, for the tests of the decoder layer."""
+"""Small models of the families that `bastile/decoders` and `bastile/moe` serve, for the tests of the decoder layer."""
 
 import functools
 import inspect
@@ -9,12 +9,14 @@ import torch
 
 from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 
-# By transformers' name of the model, in the order of the package's rows.
+# By transformers' name of the model, in the order of each package's rows: dense, and with experts.
 NAMES = (
     "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
     "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium",
     "cwm", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
 )  # fmt: skip
+SPARSE = ("mixtral", "qwen2_moe", "olmoe", "flex_olmo", "granitemoe")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
     "qwen2": {"tie_word_embeddings": True},
@@ -33,6 +35,10 @@ CHANGES: dict = {
     "cwm": {"bos_token_id": 1},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    **dict.fromkeys(("olmoe", "flex_olmo"), EXPERTS),
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.22, "logits_scaling": 3.0},
 }
 VIDEO, IMAGE, IMAGE_START, IMAGE_END = 189, 190, 191, 192  # tokens
 TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
@@ -55,6 +61,7 @@ VISION: dict = {
         **TOKENS_OF_IMAGES,
     },
 }  # fmt: skip
+ROUTERS = ("gate.weight", "router.weight")
 OF_OUTPUT = {"qwen2_vl": "hidden_size"}  # what a tower's configuration calls the width of what it returns
 
 WINDOW = {"sliding_window": 5}  # which every sequence of the tests is longer than
@@ -62,6 +69,7 @@ IN_TURNS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {**YARN, "rope_type": "linear"}}
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 TIED = {"tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 LONGROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.5}
@@ -105,6 +113,15 @@ VARIANTS: dict = {
     "arcee": {"biases": BIASES, "tied": TIED},
     "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
     "hunyuan_v1_dense": {"biases": {"attention_bias": True}, "tied": TIED},
+    "mixtral": {"windows": WINDOW, "tied": TIED, "jitter": {"router_jitter_noise": 0.3}, "auxiliary loss": AUXILIARY},
+    "qwen2_moe": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "tied": TIED, "auxiliary loss": AUXILIARY,
+                  "no biases": {"qkv_bias": False}, "normalised": {"norm_topk_prob": True}, "a dense layer": {"mlp_only_layers": [0]},
+                  "every second layer": {"decoder_sparse_step": 2}},
+    "olmoe": {"clipped": {"clip_qkv": 0.4}, "normalised": {"norm_topk_prob": True}, "tied": TIED, "auxiliary loss": AUXILIARY,
+              "biases": {"attention_bias": True}},
+    "flex_olmo": {"normalised": {"norm_topk_prob": True}, "tied": TIED, "auxiliary loss": AUXILIARY, "biases": {"attention_bias": True}},
+    "granitemoe": {"multipliers": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.4}, "tied": TIED,
+                   "auxiliary loss": AUXILIARY, "biases": {"attention_bias": True}},
 }  # fmt: skip
 # Options that every family has and some are tested with, the sizes that `tiny` gives, and those that a training step does not know.
 EVERYWHERE = (
@@ -129,6 +146,7 @@ UNCHANGING: dict = {
     "exaone4": {"sliding_window_pattern"},  # of which layer_types is made
     "hunyuan_v1_dense": {"eod_token_id"},
     "gemma3_text": {"attn_logit_softcapping"},
+    "qwen2_moe": {"layer_types"},
 }
 
 
@@ -164,7 +182,7 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or "experts" in parameter_name or parameter_name.endswith(ROUTERS):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     return model.to(dtype).train()
 
@@ -256,12 +274,15 @@ def inputs_with_images(model, padded=False):
 TOKENS = random_tokens(2, 21)
 FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
 NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
+# Which experts a token goes to is a matter of rounding: in half precision it goes to all.
+TO_ALL: dict = {name: {"num_experts_per_tok": 4} for name in SPARSE}
 CALLED = {"apertus": "norm_mlp", "arcee": "norm_mlp", "exaone4": "norm_attention_inputs", "hunyuan_v1_dense": "norm_attention_inputs"}
 
 
 def nodes_of(name: str) -> list[str]:
     """What a decoder layer of a family is: without the node of a part that is called as the module that it is."""
-    return [node for node in NODES if node != CALLED.get(name)]
+    nodes = ["norm_attention_inputs", "norm_experts"] if name in SPARSE else NODES
+    return [node for node in nodes if node != CALLED.get(name)]
 
 
 def step_of(model, **inputs):

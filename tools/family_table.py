@@ -1,6 +1,6 @@
-"""The table of model families that `bastile/decoders` serves, made of its rows.
+"""The tables of model families that `bastile/decoders` and `bastile/moe` serve, made of their rows.
 
-`python -m benchmark.tables --write packages/decoders/CARD.md` writes it.
+`python -m benchmark.tables --write packages/decoders/CARD.md` writes one.
 """
 
 import importlib
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "packages" / "decoders" / "torch-ext"
+SOURCES = ROOT / "packages" / "decoders" / "torch-ext"  # whose folder shared has the rows of all packages
 PLAIN = (True, False, True, False)  # which of its norms a layer of Llama's has
 CALLED = {"self_attn": "attention", "mlp": "its MLP"}
 
 
-def rows() -> tuple:
-    """Returns the package's rows, read from its sources."""
+def rows(served: str = "dense") -> tuple:
+    """Returns the rows of a package, read from its sources. served: their file."""
     sys.path.insert(0, str(SOURCES))
     try:
-        return importlib.import_module("decoders.shared.rows.dense").ROWS
+        return importlib.import_module(f"decoders.shared.rows.{served}").ROWS
     finally:
         sys.path.remove(str(SOURCES))
 
@@ -35,11 +35,14 @@ def beside_llama(family: Any) -> str:
     said += {"head": ["a norm of each head of q and k"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
     said += ["packed gate and up"] if len(family.gate_up) == 1 else []
     said += ["packed q, k and v"] if len(family.qkv) == 1 else []
+    sparse = family.sparse
+    said += [f"a router with experts{', and one more that every token goes to' if sparse.shared else ''}"] if sparse else []
     said += ["GELU"] if family.activation == "gelu_tanh" else []
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []
-    said += [f"layers with {' or '.join(family.absent)} left as they are"] if family.absent else []
+    absent = [path.rpartition(".")[2] for path in family.absent]
+    said += [f"layers with {' or '.join(absent)} left as they are"] if absent else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []
     said += ["a vision tower, left as it is"] if family.whole else []
@@ -70,10 +73,15 @@ def heads(family: Any) -> str:
     return f"rotary embedding in one kernel{scaled}"
 
 
-def family_table() -> str:
-    """Returns the table as Markdown."""
+def moe_table() -> str:
+    """Returns the table of families with experts."""
+    return family_table("moe")
+
+
+def family_table(served: str = "dense") -> str:
+    """Returns a table as Markdown. served: the file of its rows."""
     lines = ["| family | transformers' class | beside what Llama's has | queries and keys |", "|---|---|---|---|"]
-    for own in rows():
+    for own in rows(served):
         family = own.family
         classes = ", ".join(f"`{name}`" for name in (family.causal_lm(), *(tower.name for tower in family.towers)))
         lines.append(f"| {family.model} | {classes} | {beside_llama(family)} | {heads(family)} |")

@@ -23,7 +23,7 @@ TOOLS = "BASTILE_TESTS_TOOLS"  # where tests.environments names the interpreter 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # By the fixtures of the packages: the folders of their build.toml.
 FOLDERS = {"qwen3": ".", "gpt_oss": "packages/gpt-oss", "liger": "packages/liger", "decoders": "packages/decoders",
-           "qwen3_5": "packages/qwen3_5"}  # fmt: skip
+           "moe": "packages/moe", "qwen3_5": "packages/qwen3_5"}  # fmt: skip
 _file_of_last_test = None
 
 
@@ -191,6 +191,7 @@ def package_fixtures(name: str, package: str):
 
 gpt_oss_folder, gpt_oss = package_fixtures("gpt_oss", "packages/gpt-oss")
 decoders_folder, decoders = package_fixtures("decoders", "packages/decoders")
+moe_folder, moe = package_fixtures("moe", "packages/moe")
 qwen3_5_folder, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
 
 

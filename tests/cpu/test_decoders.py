@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels import Mode
 
-from tests.decoder_families import NAMES, tiny
+from tests.decoder_families import NAMES, SPARSE, tiny
 from tests.models import random_tokens
 
 TOKENS = random_tokens(2, 21)
@@ -25,16 +25,17 @@ def test_models_of_several_families_at_once(decoders):
     assert all(torch.equal(model(input_ids=TOKENS, labels=TOKENS).loss, expected[name]) for name, model in models.items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(decoders, name):
+@pytest.mark.parametrize("name", (*NAMES, *SPARSE))
+def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(request, name):
     """transformers gives OLMo's norms and Llama's one name on the Hub, though they round in another order."""
     model = tiny(name, torch.bfloat16, attn_implementation="eager").eval()
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     given = [torch.randn(3, norm.weight.shape[0], dtype=torch.bfloat16) * 3 for norm in norms]
     expected = [norm(x) for norm, x in zip(norms, given, strict=True)]
-    with kernels.use_kernel_mapping(decoders.mapping()):
+    package = request.getfixturevalue("moe" if name in SPARSE else "decoders")
+    with kernels.use_kernel_mapping(package.mapping()):
         kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
-    ours = importlib.import_module(f"{decoders.__name__}.shared.hf.parts.modules").is_marked
+    ours = importlib.import_module(f"{package.__name__}.shared.hf.parts.modules").is_marked
     assert all(ours(getattr(norm.forward, "__func__", norm.forward)) for norm in norms)
     assert all(torch.equal(norm(x), y) for norm, x, y in zip(norms, given, expected, strict=True))
 

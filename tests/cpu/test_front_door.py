@@ -21,9 +21,11 @@ MODELS = {
     "bastile/qwen3": tiny_qwen3_moe,
     "bastile/gpt-oss": tiny_gpt_oss,
     "bastile/qwen3_5": tiny_qwen3_5,
+    "bastile/moe": lambda: tiny("granitemoe", attn_implementation="eager"),
     "bastile/decoders": lambda: tiny("gemma2", attn_implementation="eager"),
 }
-FIXTURES = {"bastile/qwen3": "qwen3", "bastile/gpt-oss": "gpt_oss", "bastile/qwen3_5": "qwen3_5", "bastile/decoders": "decoders"}
+FIXTURES = {"bastile/qwen3": "qwen3", "bastile/gpt-oss": "gpt_oss", "bastile/qwen3_5": "qwen3_5", "bastile/moe": "moe",
+            "bastile/decoders": "decoders"}  # fmt: skip
 SOURCES = REPOSITORY / "torch-ext" / "bastile"
 
 

@@ -118,7 +118,7 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         )
         assert not again.commits
         code = "\n".join(blocks((built_at["gpt-oss"] / "build/CARD.md").read_text(), "python"))
-        for name in ("qwen3", "decoders", "qwen3_5"):
+        for name in ("qwen3", "decoders", "moe", "qwen3_5"):
             code += f"\nassert get_kernel('bastile/{name}', version=1, trust_remote_code=True).get_patched_ops() == []\n"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -10,18 +10,19 @@ import warnings
 import pytest
 import torch
 
-from tests.decoder_families import FACTOR, NAMES, TOKENS, step_of, tiny
+from tests.decoder_families import FACTOR, NAMES, SPARSE, TOKENS, step_of, tiny
 from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
 from tests.patched import calls_of
 from tests.tolerances import assert_close
 from tools.transformers_texts import fingerprints
 
-PACKAGES = "qwen3", "gpt_oss", "decoders", "qwen3_5"
+PACKAGES = "qwen3", "gpt_oss", "decoders", "moe", "qwen3_5"
 # A small model for each row, in the table's order.
 MODELS = {
     "qwen3": {"qwen3": tiny_model, "qwen3_moe": tiny_qwen3_moe},
     "gpt_oss": {"gpt_oss": tiny_gpt_oss},
     "decoders": {name.removesuffix("_text"): functools.partial(tiny, name, attn_implementation="eager") for name in NAMES},
+    "moe": {name: functools.partial(tiny, name, attn_implementation="eager") for name in SPARSE},
     "qwen3_5": {
         "qwen3_5": tiny_qwen3_5,
         **{name: functools.partial(tiny_qwen3_5_sparse, name) for name in ("qwen3_5_moe", "qwen3_next")},
@@ -235,7 +236,7 @@ def test_the_norm_behind_experts_is_in_their_node(tried, monkeypatch):
 def test_a_row_without_texts_is_as_good_as_none(decoders, monkeypatch):
     """The parts of such a model are found by their texts, which a row would have kept from them."""
     torch.manual_seed(0)
-    own, model = too_little(decoders, "mixtral"), mixtral()
+    own, model = too_little(decoders, "glm4_moe"), glm4_5()
     without = str(decoders.explain(decoders.kernelize(model)))
     decoders.reset()
     assert "RMSNorm" in without and "yes" in without

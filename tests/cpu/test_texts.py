@@ -199,9 +199,9 @@ def test_without_a_source_nothing_is_replaced(qwen3, monkeypatch):
     assert qwen3.get_patched_ops() == []
 
 
-def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders, qwen3_5):
+def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders, moe, qwen3_5):
     needed = set()
-    for package in (qwen3, gpt_oss, decoders, qwen3_5):
+    for package in (qwen3, gpt_oss, decoders, moe, qwen3_5):
         for targets in calls_of(package).families:
             for operation in targets.operations:
                 needed |= set(part(package, "shared.hf.family.versions").texts_of(targets, operation))

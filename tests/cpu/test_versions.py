@@ -93,7 +93,7 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
     assert all(text.startswith(f"transformers {version} is not among the tested releases, 5.17.0 to ") for text in said)
 
 
-@pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
+@pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "moe", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
     package, before = request.getfixturevalue(fixture), {}
     for targets in calls_of(package).families:

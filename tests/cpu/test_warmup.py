@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.cpu.conftest import FOLDERS, kernels_of
-from tests.decoder_families import NAMES, tiny
+from tests.decoder_families import NAMES, SPARSE, tiny
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
 from tests.patched import calls_of
 
@@ -17,7 +17,10 @@ MODELS = {
     "qwen3_5": ("qwen3_5", tiny_qwen3_5),
     "qwen3_5_moe": ("qwen3_5", lambda dtype: tiny_qwen3_5_sparse("qwen3_5_moe", dtype)),
     "qwen3_next": ("qwen3_5", lambda dtype: tiny_qwen3_5_sparse("qwen3_next", dtype)),
-    **{name: ("decoders", lambda dtype, name=name: tiny(name, dtype, attn_implementation="eager")) for name in NAMES},
+    **{
+        name: (package, lambda dtype, name=name: tiny(name, dtype, attn_implementation="eager"))
+        for package, names in (("decoders", NAMES), ("moe", SPARSE)) for name in names
+    },
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.ops.suite import in_order, suite
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = "ops", "qwen3_5", "liger", "gpt_oss", "decoders"  # the fixtures of all
+PACKAGES = "ops", "qwen3_5", "liger", "gpt_oss", "decoders", "moe"  # the fixtures of all
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # What is expected is computed on the CPU: 15 processes with a thread for each of 16 cores took five times as long as with one each.
@@ -51,6 +51,12 @@ def liger():
 def decoders():
     """The package for every dense family."""
     return load(ROOT / "packages" / "decoders")
+
+
+@pytest.fixture(scope="session")
+def moe():
+    """The package for families with experts."""
+    return load(ROOT / "packages" / "moe")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,23 @@
-"""Small models of every family of `bastile/decoders` with the kernels that they run on a GPU, alone and behind a vision tower."""
+"""Small models of every family of `bastile/decoders` and `bastile/moe` with the kernels that they run on a GPU, alone and
+behind a vision tower."""
 
 import functools
 
 import pytest
 import torch
 
-from tests.decoder_families import NAMES, TOWERS, VARIANTS, VISION, inputs_with_images, of_words_and_image, tiny, tiny_behind_a_tower
+from tests.decoder_families import (
+    NAMES,
+    SPARSE,
+    TO_ALL,
+    TOWERS,
+    VARIANTS,
+    VISION,
+    inputs_with_images,
+    of_words_and_image,
+    tiny,
+    tiny_behind_a_tower,
+)
 from tests.gpu.ways import check_cache, check_half, check_lora, check_same_bits, exact_and_before
 from tests.models import Step, check_compiled, random_tokens
 
@@ -17,10 +29,14 @@ FACTOR = 20  # two fp32 runs of a model differ by more than an operation from fl
 FEW = ("llama", "qwen2", "phi3", "olmo2", "gemma2", "gemma3_text")  # one of each kind of layer
 
 
+ALL = (*NAMES, *SPARSE)
+
+
 @pytest.fixture
-def package(decoders):
-    yield decoders
-    decoders.reset()
+def package(request):
+    found = request.getfixturevalue("moe" if request.node.callspec.params["name"] in SPARSE else "decoders")
+    yield found
+    found.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +51,7 @@ def sizes_of(name, **changes):
     """The sizes of a small model whose every operation has a kernel. changes: of its configuration."""
     head_dim = HEAD_DIM.get(name, 64)
     sizes = {"hidden_size": 4 * head_dim, "intermediate_size": 512, "shared_intermediate_size": 512, "head_dim": head_dim,
-             "max_position_embeddings": 512}  # fmt: skip
+             "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "max_position_embeddings": 512}  # fmt: skip
     rope = changes.get("rope_parameters")
     if isinstance(rope, dict) and "short_factor" in rope:  # one number for each rotated pair, of which `tiny` has fewer
         wider = {key: rope[key] * (head_dim // 12) for key in ("short_factor", "long_factor")}
@@ -44,9 +60,10 @@ def sizes_of(name, **changes):
 
 
 def model_of(name, dtype, **changes):
-    """In attention that nobody asked for by name, and with biases so small that the gradients of q and k, which large ones cancel out of,
-    are more than rounding."""
-    model = tiny(name, attn_implementation=None, **sizes_of(name, **changes))
+    """In attention that nobody asked for by name, in half precision with tokens that go to all experts, and with biases so small that the
+    gradients of q and k, which large ones cancel out of, are more than rounding."""
+    to_all = TO_ALL.get(name, {}) if dtype != FP32 else {}
+    model = tiny(name, attn_implementation=None, **sizes_of(name, **changes), **to_all)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
@@ -90,7 +107,7 @@ def attention_of(model) -> str:
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
     model = model_of(name, dtype)
     check_half(package, model, functools.partial(step_of, inputs=INPUTS[inputs]()))
@@ -98,7 +115,7 @@ def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
 
 
 @pytest.mark.parametrize("how", ("apply", "kernelize"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_gradients_of_a_step_in_fp32(package, name, how):
     model = model_of(name, FP32)
     expected = step_of(model, given())
@@ -106,28 +123,28 @@ def test_gradients_of_a_step_in_fp32(package, name, how):
     step_of(model, given()).assert_same(expected, FACTOR)
 
 
-@pytest.mark.parametrize(("name", "variant"), [(name, v) for name in NAMES for v in VARIANTS[name] if v != "dropout"])
+@pytest.mark.parametrize(("name", "variant"), [(name, v) for name in ALL for v in VARIANTS[name] if v != "dropout"])
 def test_what_a_configuration_may_change(package, name, variant):
     check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), functools.partial(step_of, inputs=given()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_ways_to_run_give_the_same_bits(package, name):
     check_same_bits(package, model_of(name, BF16), functools.partial(step_of, inputs=given()), TOKENS.shape)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_lora(package, name):
-    targets = r".*language_model.*proj" if name in VISION else "all-linear"
+    targets = r".*language_model.*proj" if name in VISION else r".*self_attn.*proj" if name in SPARSE else "all-linear"
     check_lora(package, model_of(name, BF16), functools.partial(step_of, inputs=padded("right")), target_modules=targets)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_tokens_one_by_one(package, name):
     check_cache(package, model_of(name, BF16), TOKENS[:, :120].to(DEVICE), 100)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_generation(package, name):
     """Greedy tokens of prompts with padding in front, in fp32."""
     model = model_of(name, FP32).eval()

@@ -42,11 +42,12 @@ class NotRun(Exception):
 
 
 def transformers_tests() -> dict[str, tuple[str, ...]]:
-    """transformers' tests of the models of each package: those of the decoders' are of its rows."""
-    families = [own.family for own in family_table.rows()]
-    towers = [tower.modeling for family in families for tower in family.towers if tower.modeling]
-    modules = tuple(dict.fromkeys(name.split(".")[2] for name in (*(family.modeling for family in families), *towers)))
+    """transformers' tests of the models of each package: those of decoders and moe are of their rows."""
+    dense, sparse = ([own.family for own in family_table.rows(served)] for served in ("dense", "moe"))
+    towers = [tower.modeling for family in dense for tower in family.towers if tower.modeling]
+    modules = tuple(dict.fromkeys(name.split(".")[2] for name in (*(family.modeling for family in dense), *towers)))
     named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": modules}
+    named["packages/moe"] = tuple(family.modeling.split(".")[2] for family in sparse)
     named["packages/qwen3_5"] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
     return {package: tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names) for package, names in named.items()}
 

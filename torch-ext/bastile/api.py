@@ -2,12 +2,13 @@
 
 from .front import Front, OnHub
 from .shared.hf.install.layers import any_norm_of
-from .shared.rows import dense, gpt_oss, qwen3, qwen3_5
+from .shared.rows import dense, gpt_oss, moe, qwen3, qwen3_5
 
 PACKAGES = (
     OnHub("bastile/qwen3", qwen3.SERVED),
     OnHub("bastile/gpt-oss", gpt_oss.SERVED),
     OnHub("bastile/qwen3_5", qwen3_5.SERVED),
+    OnHub("bastile/moe", moe.SERVED),
     OnHub("bastile/decoders", dense.SERVED),
 )
 _calls = Front(__package__, PACKAGES, named={"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})

@@ -5,25 +5,31 @@ import importlib
 import pytest
 
 from tests.cpu.conftest import kernels_of
+from tests.decoder_families import SPARSE
 
-KERNELS = {"rms_norm_any_forward", "rotary_any", "swiglu_any_forward"}  # what every test of a layer launches
+# One of each is what every test of a layer launches.
+KERNELS = {"rms_norm_any_forward", "general_rms_norm_long_forward"}, {"rotary_any"}, {"swiglu_any_forward", "expert_order"}
 
 
 @pytest.fixture
-def package(decoders, interpret, request):
-    """The package of all these families, in PyTorch or, where a test asks for it, in interpreted kernels."""
+def package(interpret, request):
+    """The package of a test's family, in PyTorch or, where a test asks for it, in interpreted kernels."""
+    sparse = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name") in SPARSE
+    folder = "packages/moe" if sparse else "packages/decoders"
+    found = request.getfixturevalue(folder.rpartition("/")[2])
     if not getattr(request, "param", False):
-        return (yield decoders)
-    backend = interpret(decoders, kernels_of("packages/decoders"))
-    yield decoders
-    assert {variant.split("-")[0] for variant in backend.launched} >= KERNELS
+        return (yield found)
+    backend = interpret(found, kernels_of(folder))
+    yield found
+    launched = {variant.split("-")[0] for variant in backend.launched}
+    assert all(launched & kinds for kinds in KERNELS), sorted(launched)
 
 
 @pytest.fixture
 def calls(package, monkeypatch):
     """The names of the decoder layer's nodes, as they are called."""
     found, layer = [], importlib.import_module(f"{package.__name__}.shared.hf.layer.decoder_layer")
-    for name in ("norm_attention_inputs", "norm_mlp"):
+    for name in ("norm_attention_inputs", "norm_mlp", "norm_experts"):
         original = getattr(layer, name)
         monkeypatch.setattr(layer, name, lambda *a, name=name, original=original: found.append(name) or original(*a))
     return found

@@ -16,10 +16,12 @@ from tests.decoder_families import (
     IN_TURNS,
     NAMES,
     NODES,
+    ROUTERS,
+    SPARSE,
+    TO_ALL,
     TOKENS,
     UNCHANGING,
     VARIANTS,
-    VISION,
     WINDOW,
     nodes_of,
     step_of,
@@ -29,10 +31,18 @@ from tests.models import Step, check_compiled, compiled_whole, random_tokens
 from tests.patched import calls_of
 from tests.tolerances import assert_close, relative_error
 
+ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
-LAST_OF_TEXT = "model.language_model.norm.weight"
+LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
+UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
+UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where they are not all
+    **dict.fromkeys(("another activation", "jitter", "clipped"), set()), "auxiliary loss": {"norm_attention_inputs"},
+    **dict.fromkeys(("a dense layer", "every second layer"), {"norm_attention_inputs", "norm_mlp", "norm_experts"}),
+}  # fmt: skip
 FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 BATCHES = 4
+LEFT = (("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),
+        ("olmoe", {"clip_qkv": 0.4}, "self_attn.config.clip_qkv is 0.4"))  # fmt: skip
 
 
 def of_families(*names, kernels=FEW):
@@ -44,7 +54,7 @@ def of_families(*names, kernels=FEW):
 CALLED_PARTS = {"norm_mlp": {"mlp"}, "norm_attention_inputs": {"self_attn"}}  # of a layer that lacks a node
 
 
-@of_families(*NAMES)
+@of_families(*ALL, kernels=(*FEW, *SPARSE))
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
@@ -65,27 +75,29 @@ def without_few_numbers(step):
     return step
 
 
-@of_families(*NAMES, kernels=("llama",))
+@of_families(*ALL, kernels=("llama",))
 def test_half_precision_is_as_exact_as_before(package, calls, name):
-    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    model = tiny(name, torch.bfloat16, attn_implementation="eager", **TO_ALL.get(name, {}))
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)
     assert calls == nodes_of(name) * 2 * len(exact)
 
 
-@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in VARIANTS[name]])
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in ALL for variant in VARIANTS[name]])
 def test_what_a_configuration_may_change(package, calls, name, variant):
     """Losses and gradients in fp32, in eager attention, SDPA and ours, and in bf16."""
     large = {"initializer_range": 0.1}  # or scores hardly differ, and neither a window nor a cap changes much
     changes = {**large, **VARIANTS[name][variant]}
     kinds = ("eager",) if name == "gemma2" else ("eager", "sdpa")  # Gemma 2 has no other
     models = [tiny(name, attn_implementation=kind, **changes) for kind in kinds]
-    half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes)
+    half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes, **TO_ALL.get(name, {}))
     expected = [step_of(model) for model in models]
     exact, before = steps_of_batches(copy.deepcopy(half).float()), steps_of_batches(half)
-    plain, last = step_of(tiny(name, attn_implementation="eager", **large)), "model.norm.weight" if name not in VISION else LAST_OF_TEXT
-    assert variant == "no windows" or relative_error(expected[0].gradients[last], plain.gradients[last]) > 1e-3
+    plain = step_of(tiny(name, attn_implementation="eager", **large))
+    shared = {key for key in expected[0].gradients if key.endswith(LAST)}
+    differ = (relative_error(expected[0].gradients[key], gradient) for key, gradient in plain.gradients.items() if key in shared)
+    assert (name, variant) in UNCHANGED or max(differ) > 1e-3
     package.apply()
     for model, step in zip(models, expected, strict=True):
         step_of(model).assert_same(step, FACTOR)
@@ -93,11 +105,13 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
     step_of(models[-1]).assert_same(expected[-1], FACTOR)
     if variant != "dropout":  # bf16 draws other numbers than fp32
         assert_err_no_more(steps_of_batches(half), before, exact)
-    assert set(calls) == (set() if variant == "another activation" else set(nodes_of(name)))
+    assert set(calls) == UNFUSED.get(variant, set(nodes_of(name)))
 
 
 def steps_of_batches(model):
-    return [without_few_numbers(step_of(model, input_ids=tokens, labels=tokens)) for tokens in random_tokens(BATCHES, 2, 21)]
+    """More of them for experts: the gradient of a router is that of few numbers."""
+    count = BATCHES * (4 if any("experts" in name for name, _ in model.named_modules()) else 1)
+    return [without_few_numbers(step_of(model, input_ids=tokens, labels=tokens)) for tokens in random_tokens(count, 2, 21)]
 
 
 def assert_err_no_more(found, before, exact):
@@ -113,34 +127,53 @@ def assert_err_no_more(found, before, exact):
         assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "olmo2")
+@of_families(*FEW, "gemma3_text", "glm4", "olmo2", *SPARSE)
 def test_autocast(package, calls, name):
-    model = tiny(name)
-    exact = without_few_numbers(step_of(model))
+    model = tiny(name, **TO_ALL.get(name, {}))
+    exact = steps_of_batches(model)
     with torch.autocast("cpu", torch.bfloat16):
-        before = step_of(model)
+        before = steps_of_batches(model)
         package.apply()
-        found = step_of(model)
-    assert calls == NODES * 2
-    assert {n: g.dtype for n, g in found.gradients.items()} == {n: g.dtype for n, g in before.gradients.items()}
-    found.assert_as_exact_as(before, exact)
+        found = steps_of_batches(model)
+    assert calls == nodes_of(name)[: 1 if name in SPARSE else 2] * 2 * len(exact)  # experts of fp32 are called
+    for mine, other in zip(found, before, strict=True):
+        assert {n: g.dtype for n, g in mine.gradients.items()} == {n: g.dtype for n, g in other.gradients.items()}
+    assert_err_no_more(found, before, exact)
 
 
 @pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
-@of_families(*FEW, "phi3")
+@of_families(*FEW, "phi3", *SPARSE)
 def test_lora(package, calls, name, options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)).train()
+    linears = "all-linear" if name not in SPARSE else ["q_proj", "k_proj", "v_proj", "o_proj"]  # PEFT takes experts among all
+    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=linears, **options)).train()
     expected = step_of(model)
     package.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
-    assert calls == NODES * 2
+    assert calls == nodes_of(name) * 2
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_adapters_of_router_and_experts_are_called(package, calls, name):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    parts = ["experts.gate_up_proj", "experts.down_proj", "gate.weight", "router.weight"]
+    model = tiny(name)
+    targets = [part for part in parts if any(key.endswith(part) for key, _ in model.named_parameters())]
+    options = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], target_parameters=targets)
+    model = get_peft_model(model, options).train()
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == ["norm_attention_inputs"] * 2 and len(targets) == 3
+    assert {row.code for row in package.explain(model).rows if "experts" in row.part} == {"hooks"}
 
 
 @pytest.mark.parametrize("keep_attention", (False, True))
-@of_families(*FEW)
+@of_families(*FEW, *SPARSE)
 def test_gradient_checkpointing(package, calls, name, keep_attention):
     model = tiny(name)
     expected = step_of(model)
@@ -171,19 +204,20 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
-@of_families(*FEW, "granitemoehybrid")
+@of_families(*FEW, "granitemoehybrid", *SPARSE)
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
     positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
-    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
-    inputs = ({"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    left, right = ((torch.arange(21) >= torch.tensor([[0], [9]])).long().flip(dims) for dims in ((), (1,)))
+    padded = [{"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)} for mask in (left, right)]
+    inputs = ({"position_ids": positions}, *padded)
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     model.set_attn_implementation("bastile")
     for each, step in zip(inputs, expected, strict=True):
         step_of(model, **each).assert_same(step, FACTOR)
-    assert calls == NODES * 4
+    assert calls == nodes_of(name) * 6
 
 
 @pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
@@ -212,7 +246,7 @@ def test_weights_side_by_side(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid")
+@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid", *SPARSE)
 def test_torch_compile(package, calls, name):
     kinds = {"layer_types": CHANGES[name]["layer_types"][:1]} if "layer_types" in CHANGES.get(name, {}) else {}
     model = tiny(name, num_hidden_layers=1, **kinds)
@@ -256,7 +290,7 @@ def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothin
         step_of(model, **each).assert_same(step, FACTOR)
 
 
-@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")
+@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid", *SPARSE)
 def test_generation(package, calls, name):
     model = tiny(name).eval()
     expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
@@ -295,6 +329,14 @@ def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, c
         package.reset()
 
 
+@pytest.mark.parametrize(("name", "changes", "reason"), LEFT)
+def test_what_a_layer_is_only_taken_apart_without(package, calls, name, changes, reason):
+    model = tiny(name, **changes)
+    package.kernelize(model)
+    assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows}
+    assert torch.equal(step_of(model).loss, step_of(model).loss) and calls == []
+
+
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):
     model = tiny("ministral3", attn_implementation="eager")
     package.apply()
@@ -307,17 +349,18 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
     assert "get_llama_4_attn_scale is not transformers' own" in {row.reason for row in package.explain(model).rows}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     """Its parts run one by one, each in the dtypes of transformers' own."""
-    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    model = tiny(name, torch.bfloat16, attn_implementation="eager", **TO_ALL.get(name, {}))
     for module in model.modules():
-        if type(module).__name__.endswith("MLP"):
+        if type(module).__name__.endswith(("MLP", "Experts")):
             module.act_fn = module.activation_fn = module.activation = torch.nn.ReLU()
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)
-    assert set(calls) == {node for node in nodes_of(name) if CALLED.get(name) == "norm_mlp"}  # whose MLP is called whatever is in it
+    called = name in SPARSE or CALLED.get(name) == "norm_mlp"  # experts, and an MLP that is called whatever is in it
+    assert set(calls) == ({"norm_attention_inputs"} if called else set())
 
 
 @pytest.mark.parametrize("name", ("phi3",))
@@ -333,14 +376,15 @@ def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     assert calls == NODES * 2
 
 
-def test_every_row_of_the_package_is_tested(package):
+@pytest.mark.parametrize(("names", "fixture"), ((NAMES, "decoders"), (SPARSE, "moe")), ids=("dense", "sparse"))
+def test_every_row_of_a_package_is_tested(request, names, fixture):
     """In the order of the rows; a small model's class tells which row it is for."""
-    rows = calls_of(package).rows
-    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [own.family.causal_lm() for own in rows]
-    assert CHANGES.keys() <= set(NAMES)
+    rows = calls_of(request.getfixturevalue(fixture)).rows
+    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in names] == [own.family.causal_lm() for own in rows]
+    assert CHANGES.keys() <= set(ALL)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_option_of_a_configuration_is_tested(name):
     """A release that gives a family one more has it tested too, or listed among those that leave its layers as they are."""
     config = tiny(name, attn_implementation="eager").config.get_text_config()

@@ -1,10 +1,11 @@
 """The dense decoders: Llama, Qwen, Mistral, Gemma, Phi and their kin."""
 
-from ..hf.family.families import LOSS, Family, LayerNorms, Vision
+from ..hf.family.families import LOSS, LayerNorms, Vision
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from ..hf.layer.decoder_layer import FusedLayer
-from .qwen3 import QWEN3, WINDOW
+from .made import BEHIND, OF_CONFIG, WINDOW, row
+from .qwen3 import QWEN3
 from .towers import (
     GEMMA3_VISION,
     IDEFICS3_VISION,
@@ -18,8 +19,6 @@ from .towers import (
     SMOLVLM_VISION,
 )
 
-OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
-BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM4 = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 PACKED = {"gate_up": ("gate_up_proj",), "act": "activation_fn", "mlp_argument": "hidden_states"}
@@ -33,12 +32,6 @@ GEMMA = {
     "softcap": "final_logit_softcapping",
 }
 QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
-
-
-def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
-    """Makes a row. model: the family's name in messages; prefix: of transformers' classes; folder: of its module."""
-    return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
-
 
 LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, LLAVA_NEXT_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
 QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW,

@@ -15,7 +15,7 @@ GPT_OSS = FusedLayer(
         "GptOss",
         rounds="last",
         options=(("sliding_window", "sliding_window"), ("s_aux", "sinks")),
-        sparse=Sparse(("GptOssMLP", "GptOssTopKRouter", "GptOssExperts"), "router", by_logits=True),
+        sparse=Sparse(("GptOssMLP", "GptOssTopKRouter", "GptOssExperts"), "router", by_logits=True, router_indices=True),
         mlp=False,
         half_angles=True,
     )

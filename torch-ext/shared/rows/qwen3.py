@@ -4,8 +4,8 @@ from ..hf.family.families import LOSS, Family, Sparse
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from ..hf.layer.decoder_layer import FusedLayer
+from .made import WINDOW
 
-WINDOW = (("sliding_window", "sliding_window"),)
 QWEN3 = FusedLayer(Family("Qwen3", "transformers.models.qwen3.modeling_qwen3", "Qwen3", qk_norm="head", options=WINDOW))
 QWEN3_MOE = FusedLayer(
     Family(

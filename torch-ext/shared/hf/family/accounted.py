@@ -13,6 +13,7 @@ NORM = {"weight", "variance_epsilon", "eps", "_norm"}
 ATTENTION = {"o_proj", "head_dim", "scaling", "attention_dropout", "training", "layer_idx", "config._attn_implementation", MODULE}
 PACKED = {"config.num_attention_heads", "config.num_key_value_heads", "num_key_value_heads"}  # a packed projection's rows follow from them
 ROUTER = {"weight", "top_k", "norm_topk_prob", "hidden_dim", "num_experts"}
+BLOCK = {"experts", "input_size"}
 EXPERTS = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", "act_fn", "num_experts", "_apply_gate", "alpha", "limit"}
 CAUSAL_LM = {"model", "lm_head", "loss_function", "vocab_size", "config.vocab_size"}
 ROUTING_LOSS = {"router_aux_loss_coef", "num_experts", "num_experts_per_tok", "output_router_logits"}
@@ -32,7 +33,9 @@ def accounted(family) -> Dict[str, Names]:
     attention = {*ATTENTION, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
     attention |= {"q_norm", "k_norm"} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
-    layer = {"self_attn", family.block, *family.norms, family.multiplier, *family.dropouts, *family.absent}
+    absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, what of it)
+    attention |= {path for name, path in absent if name == "self_attn"}
+    layer = {"self_attn", family.block, *family.norms, family.multiplier, *family.dropouts, *(name for name, _ in absent)}
     layer |= {"has_experts"} if family.absent else set()
     layer |= {*(mixer.name for mixer in mixers), "block_type", "layer_type"} if mixers else set()
     head = {*CAUSAL_LM, f"config.{family.divisor}"}
@@ -47,7 +50,9 @@ def accounted(family) -> Dict[str, Names]:
     if sparse:
         shared = {sparse.shared, f"{sparse.shared}_gate"} if sparse.shared else set()
         of_router = ROUTER | ({"bias"} if sparse.by_logits else set())
-        found.update(zip(sparse.classes, ({"experts", sparse.router, *shared}, of_router, EXPERTS)))
+        noise = {path for name, path in absent if name == family.block}  # in training
+        of_block = {*BLOCK, sparse.router, *shared, *noise, *(("training",) if noise else ())}
+        found.update(zip(sparse.classes, (of_block, of_router, EXPERTS)))
     if mixers:
         found[f"{prefix}GatedDeltaNet"] = {*DELTA_NET, *(name for mixer in mixers for name in mixer.inputs)}
         found[f"{prefix}RMSNormGated"] = GATED_NORM

@@ -37,12 +37,14 @@ class LayerNorms(NamedTuple):
 class Sparse(NamedTuple):
     """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
     by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones. shared: the block's attribute with the MLP
-    that every token goes to, whose gate has that name and "_gate"; "" for none."""
+    that every token goes to, whose gate has that name and "_gate"; "" for none. router_indices: whether the experts' forward calls the
+    chosen experts so, and their weights routing_weights, instead of top_k_index and top_k_weights, and may be called without."""
 
     classes: Tuple[str, str, str]
     router: str = "gate"
     by_logits: bool = False
     shared: str = ""
+    router_indices: bool = False
 
 
 class Mixer(NamedTuple):
@@ -82,22 +84,21 @@ class Family(NamedTuple):
     `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
     gate_up: the projections, several or a packed one. activation: "silu" or "gelu_tanh", in the MLP's attribute act. rotary: "halves" or
     "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
-    as they always are in such a family. turned: attention's attribute that switches the rotary
-    embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
-    scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
-    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
-    or the experts, and the MLP's last projection. absent: submodules that must not be there for a layer to be fused. norm_argument,
-    mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
-    angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what may
-    mix a layer's tokens instead of plain attention. divisor,
-    softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
-    gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
-    takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
-    where there is one. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
-    LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and
-    "MLP" by default. half_angles: whether cos and sin are half as wide as a head. called:
-    the layer's attributes of attention or the MLP where they compute what no row can say: they are called as the modules that they are,
-    and the layer around them is fused.
+    as they always are in such a family. turned: attention's attribute that switches the rotary embedding, or None for always. multiplier:
+    the layer's attribute, of both branches. options: what attention is called with beside the scaling, each a name and the attributes that
+    lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a branch. sparse: of layers with experts. mlp:
+    whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP or the experts, and the MLP's last
+    projection. absent: the layer's attributes, or paths of them with dots, that are missing, None or 0 in a layer that is taken apart.
+    norm_argument, mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward
+    takes the angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what
+    may mix a layer's tokens instead of plain attention. divisor, softcap: attributes of the configuration, by which logits are divided, and
+    that caps them. position_scale: the module's function that gives each position's factor of the queries after their rotary embedding, and
+    the entries of the configuration's rope_parameters that it takes after the positions. whole: the model with a vision tower, where there
+    is no causal LM of the decoder alone; towers: those models where there is one. positions: whether transformers tells decoder layers and
+    their masks the position_ids. routed: whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for
+    its experts. mlp_name: the MLP's class, the prefix and "MLP" by default. half_angles: whether cos and sin are half as wide as a head.
+    called: the layer's attributes of attention or the MLP where they compute what no row can say: they are called as the modules that they
+    are, and the layer around them is fused.
     """
 
     model: str

@@ -88,13 +88,13 @@ def _mlp(run: Callable[..., Any], argument: str) -> Type[Layer]:
 
 def experts_of(family: Family) -> Type[Layer]:
     """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
-    return _experts(family.sparse is not None and family.sparse.by_logits)
+    return _experts(family.sparse is not None and family.sparse.router_indices)
 
 
 @functools.lru_cache(maxsize=None)
-def _experts(by_logits: bool) -> Type[Layer]:
+def _experts(router_indices: bool) -> Type[Layer]:
     forward: Callable[..., Any]
-    if by_logits:
+    if router_indices:
 
         def forward(self, hidden_states, router_indices=None, routing_weights=None):
             return experts_forward(self, hidden_states, router_indices, routing_weights)

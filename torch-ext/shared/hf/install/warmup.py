@@ -118,12 +118,16 @@ def attend(make: Maker, sizes: Sizes, sinks: bool = False, capped: bool = False)
         attention(q, k, v, sinks=make.ones(sizes.heads) if sinks else None, softcap=50.0 if capped else None).sum().backward()
 
 
+def _outputs(make: Maker, own: FusedLayer, hidden: int):
+    """The description of the second half of a layer, and the weights of its norms."""
+    names, multiplier = own.family.norms[1:], 1.0 if own.family.multiplier is None else 0.5
+    return make_outputs(own, *(None if name is None else EPS for name in names), multiplier), [make.weight(name, hidden) for name in names]
+
+
 def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     """Runs the second half of a layer with an MLP: its norms, then its activation, with narrow projections."""
     family, hidden, inner = own.family, sizes.hidden, sizes.intermediate
-    eps = [None if name is None else EPS for name in family.norms[1:]]
-    spec = make_outputs(own, eps[0], eps[1], eps[2], 1.0 if family.multiplier is None else 0.5)
-    after, before, behind = (make.weight(name, hidden) for name in family.norms[1:])
+    spec, (after, before, behind) = _outputs(make, own, hidden)
     o, *linears = make.linears((hidden, NARROW), (NARROW, hidden), (NARROW, hidden), (hidden, NARROW))
     attended = make.rows(NARROW)
     norm_mlp(make.rows(hidden), before, [o, *linears], spec, attended, after, behind).sum().backward()
@@ -144,11 +148,14 @@ def run_experts(make: Maker, own: FusedLayer, sizes: Sizes, options: ExpertOptio
     weights = ExpertTensors(make.ones(count, *of_gate_up), make.ones(count, *of_down), *biases)
     by_logits = family.sparse.by_logits
     router = Router(make.ones(count, hidden), count, True, make.ones(count) if by_logits else None, by_logits)
-    spec, shared = make_outputs(own, None, EPS, None, 1.0), None
+    spec, (after, before, behind) = _outputs(make, own, hidden)
+    shared = None
     if sizes.shared:
         shapes = (sizes.shared, hidden), (sizes.shared, hidden), (hidden, sizes.shared)
         shared = SharedExpert(make.ones(1, hidden), make.linears(*shapes))
-    norm_experts(make.rows(hidden), make.ones(hidden), router, weights, spec, options, shared=shared).sum().backward()
+    o, attended = make.linears((hidden, NARROW))[0], make.rows(NARROW)
+    for of_attention in ((None, None, None), (attended, o, after)):
+        norm_experts(make.rows(hidden), before, router, weights, spec, options, *of_attention, False, shared, behind).sum().backward()
 
 
 def run_head(make: Maker, sizes: Sizes) -> None:

@@ -38,7 +38,7 @@ from ..parts.modules import (
     runs_torchs,
     why_not_own,
 )
-from ..parts.weights import held
+from ..parts.weights import eps_of, held, weight_of
 from ..parts.wrapped import inside
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_called_attention, warn_of_kept_mlp
 from .products import explain_products, products_of
@@ -127,14 +127,6 @@ class FusedLayer(OwnForwards):
         return explain_layer(self, layer, x)
 
 
-def eps_of(norm) -> Optional[float]:
-    """The epsilon of a norm, None for no norm."""
-    if norm is None:
-        return None
-    state = norm.__dict__
-    return state["variance_epsilon"] if "variance_epsilon" in state else state["eps"]
-
-
 def _parts(layer):
     """The submodules of a module by name. nn.Module's own look-up costs 0.4 us each, and a layer is taken apart at every call."""
     return layer.__dict__["_modules"]
@@ -142,11 +134,6 @@ def _parts(layer):
 
 def _part(layer, name: Optional[str]):
     return None if name is None else layer.__dict__["_modules"][name]
-
-
-def weight_of(norm):
-    """The weight of a norm, None for no norm."""
-    return None if norm is None else held(norm, "weight")
 
 
 def has_plain_norm(own: OwnForwards, norm, x) -> bool:
@@ -164,8 +151,10 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
         return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     parts, family = _parts(layer), own.family
     for name in family.absent:
-        if parts.get(name) is not None:
-            return Reason("model", f"the layer has {name}, which is called as it is")
+        found = parts.get(name) if "." not in name else functools.reduce(_attribute, name.split("."), layer)
+        if found is not None and found != 0:
+            has = f"the layer has {name}, which is called as it is"
+            return Reason("model", has if name in parts else f"{name} is {found}, so the layer is called as it is")
     apart = not family.mixers and not own.calls_attention
     mlp, inner = parts[family.block], _parts(parts["self_attn"]) if apart else {}
     if apart and not own.run_by(parts["self_attn"]):
@@ -283,10 +272,9 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
 
 
-def _option(attention, path):
-    for name in path:
-        attention = getattr(attention, name, None)
-    return attention
+def _attribute(owner, name: str):
+    """An attribute of an object, None where either is missing."""
+    return getattr(owner, name, None)
 
 
 def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
@@ -305,7 +293,7 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, modeling.eager_attention_forward
     )
-    options = {name: _option(attention, path) for name, *path in own.family.options}
+    options = {name: functools.reduce(_attribute, path, attention) for name, *path in own.family.options}
     output, _ = interface(
         attention,
         q,

@@ -23,8 +23,9 @@ from ..family.families import Mixer
 from ..parts.adapters import projections
 from ..parts.explanation import MIXERS, Reason
 from ..parts.modules import is_marked, own_forward
+from ..parts.weights import eps_of, weight_of
 from . import gated_attention
-from .decoder_layer import FusedLayer, Groups, Mixed, eps_of, weight_of
+from .decoder_layer import FusedLayer, Groups, Mixed
 from .delta_net import NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
 
 

@@ -32,6 +32,19 @@ def held(module, name: str):
     return state["_parameters"].get(name) if found is None else found  # under ZeRO-3, only an index gathers what is asked for
 
 
+def eps_of(norm) -> Optional[float]:
+    """The epsilon of a norm, None for no norm."""
+    if norm is None:
+        return None
+    state = norm.__dict__
+    return state["variance_epsilon"] if "variance_epsilon" in state else state["eps"]
+
+
+def weight_of(norm):
+    """The weight of a norm, None for no norm."""
+    return None if norm is None else held(norm, "weight")
+
+
 def weight_within(module) -> Optional[torch.Tensor]:
     """The first tensor that a module or one inside it holds as a parameter, or instead of one; None if there is none."""
     found = next(module.parameters(), None)

@@ -1,0 +1,17 @@
+"""The functions that users call: apply the layers to models of every family that the package serves, inspect them, and remove them."""
+
+from . import layers
+from .shared.hf.install.interface import Interface
+from .shared.rows.moe import SERVED
+
+_calls = Interface(__package__, [SERVED], layers, {"RMSNorm": layers.RMSNorm})
+apply = _calls.apply
+kernelize = _calls.kernelize
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache
