@@ -111,12 +111,12 @@ def check_transposed(ops, device, dtype, rows, columns, odd=False, view=lambda x
         assert not found.codes[:, rows:].view(torch.uint8).any(), "what lies behind the rows is not zero"
 
 
-def check_transposed_into(ops, device, dtype, rows, columns):
-    """Several matrices side by side, and nothing written beside them."""
+def check_transposed_into(ops, device, dtype, rows, columns, odd=0):
+    """Several matrices side by side, and nothing written beside them. odd: a number more a column, of which no four are a word."""
     module = importlib.import_module(f"{ops.__name__}.shared.ops.quantised")
     x = drawn(rows, columns, dtype, device)
     scale = module.quantise_rows(x).scales.amax(0, keepdim=True)
-    whole = module.Quantised.empty(columns, 3 * rows, torch.device(device))
+    whole = module.Quantised.empty(columns, 3 * rows + odd, torch.device(device))
     whole.codes.view(torch.uint8).fill_(0x55)
     module.quantise_transposed(x, scale, module.Quantised(whole.codes[:, rows : 2 * rows], whole.scales))
     alone = module.quantise_transposed(x, scale)
@@ -158,25 +158,29 @@ MUTANTS = [
          ("ct.astype(values * ct.truediv(1.0, scale), codes.dtype)", "ct.astype(values, codes.dtype)"),
          ("ct.scatter(scales, row, scale", "ct.scatter(scales, row, scale * 2.0"),
          ("for i in range(pieces):\n            largest", "for i in range(pieces - 1):\n            largest", "quantise_long_rows"),
-         ("largest = ct.maximum(largest, size(read(x, (row, i * TILE + columns))))", "largest = size(read(x, (row, i * TILE + columns)))",
-          "quantise_long_rows"),
-         ("read(x, place) * inverse", "read(x, (row, columns)) * inverse", "quantise_long_rows"),
-         ("pieces - 1 - i", "i % 2", "quantise_long_rows")),
-    *errors_in("kernel_src/quantise.py", "quantise_any_rows", "quantise_any_rows",
-         ("ct.cdiv(x.shape[1], TILE)", "x.shape[1] // TILE"),
-         ("largest = ct.maximum(largest, size(read_padded(x, (row, i * TILE + columns))))",
-          "largest = size(read_padded(x, (row, i * TILE + columns)))"),
-         ("place = (row, i * TILE + columns)", "place = (row, columns)"),
-         ("codes.dtype), check_bounds=True", "codes.dtype), check_bounds=False"),
-         ("* inverse", "")),
+         ("largest = ct.maximum(largest, size(read_row(x, (row, i * TILE + columns), CHECK)))",
+          "largest = size(read_row(x, (row, i * TILE + columns), CHECK))", "quantise_long_rows"),
+         ("read_row(x, place, CHECK) * inverse", "read_row(x, (row, columns), CHECK) * inverse", "quantise_long_rows"),
+         ("pieces - 1 - i", "i % 2", "quantise_long_rows"),
+         ("ct.cdiv(x.shape[1], TILE)", "x.shape[1] // TILE", "quantise_any_rows"),
+         ("inverse, codes.dtype), check_bounds=CHECK == 1", "inverse, codes.dtype), check_bounds=False", "quantise_any_rows")),
+    *errors_in("kernel_src/quantise.py", "quantise_any_rows", "read_row", ("CHECK == 1", "False")),
+    *errors_in("kernel_src/quantise.py", "quantise_transposed", "byte", ("8 * at", "8 * (3 - at)")),
+    *errors_in("kernel_src/quantise.py", "quantise_transposed", "write_words",
+         ("(2, 1, 0)", "(1, 2, 0)"),
+         ("j * TILE + order", "order"),
+         ("% (TILE // VECTOR) * VECTOR", "% (TILE // VECTOR)"),
+         ("i * (ROWS // 4) + ct.arange", "ct.arange"),
+         ("check_bounds=True", "check_bounds=False")),
     *errors_in("kernel_src/quantise.py", "quantise_transposed", "quantise_transposed",
          ("ct.cdiv(x.shape[1], TILE)", "ct.cdiv(x.shape[0], TILE)"),
-         ("padding_mode=ZERO), ct", "padding_mode=ct.PaddingMode.NAN), ct"),
-         ("* ct.truediv(1.0, scale)", "* scale"),
-         ("index=(j, i)", "index=(j, 0)"),
-         ("index=(i, j)", "index=(0, j)"),
+         ("padding_value=0", "padding_value=1e30"),
+         ("ct.truediv(1.0, scale)", "scale"),
+         ("i * ROWS + 4", "4"),
+         ("rows[:, None] + k", "rows[:, None] + 3 - k"),
          ("j * TILE + ct.arange", "ct.arange"),
-         ("check_bounds=True", "check_bounds=False")),
+         ("if i == 0", "if i == 2"),
+         ("dtype=ct.float32), check_bounds=True", "dtype=ct.float32), check_bounds=False")),
     *errors_in("shared/ops/quantised.py", "quantise_rows", "quantise_rows",
          ("amax(1)", "amin(1)"),
          (".where(~wide.isnan(), 0)", "", "quantise_odd"), kernels=False),
@@ -190,7 +194,7 @@ MUTANTS = [
          ("found.scales.copy_(scale.expand(columns))", "pass"), kernels=False),
     *errors_in("shared/ops/quantised.py", "quantise_transposed", "quantise_transposed", ("-(-rows // STEP) * STEP", "rows // STEP * STEP")),
     *errors_in("shared/ops/quantised.py", "quantise_into", "Quantised.rows", ("self.scales[start:stop]", "self.scales[: stop - start]")),
-    *errors_in("shared/ops/quantised.py", "quantise_transposed", "_blocks", ("x.shape[0] // c", "x.shape[1] // c")),
+    *errors_in("shared/ops/quantised.py", "quantise_transposed", "_blocks", ("-(-x.shape[0]", "(x.shape[0]")),
 ]  # fmt: skip
 
 

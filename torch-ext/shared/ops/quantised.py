@@ -34,8 +34,14 @@ def _blocks(c, x, *_):
     return (-(-x.shape[0] // c["ROWS"]) * -(-x.shape[1] // c["TILE"]),)
 
 
-_rows = Kernel("quantise_rows", "quantise_any_rows", grid=lambda c, x, *_: (x.shape[0],))
-_transposed = Kernel("quantise_transposed", grid=_blocks)
+def _words(x, scale, codes, scales):
+    """Four codes of a column as one number, where they lie so."""
+    whole = not (codes.shape[1] % 4 or codes.stride(0) % 4 or codes.storage_offset() % 4)
+    return x, scale, codes.view(torch.int32) if whole else codes, scales
+
+
+_rows = Kernel("quantise_rows", grid=lambda c, x, *_: (x.shape[0],))
+_transposed = Kernel("quantise_transposed", grid=_blocks, views=_words)
 
 
 def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:

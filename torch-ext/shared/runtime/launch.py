@@ -280,16 +280,18 @@ class Kernel:
         return found
 
     def takes(self, *arguments) -> bool:
-        """Tells whether a variant takes these arrays and numbers as they are. The answer is remembered."""
-        return bool(self._found(arguments))
+        """Tells whether a variant takes these tensors, or their `views`, and numbers without a copy. The answer is remembered."""
+        return bool(self._found(arguments, self.views))
 
-    def _found(self, arguments: Sequence) -> List[Variant]:
-        """The `candidates` for arguments, none where there are none. The answer is remembered."""
+    def _found(self, arguments: Sequence, views: Optional[Callable] = None) -> List[Variant]:
+        """The `candidates` for arguments, none where there are none. The answer is remembered. views: of the tensors among them."""
         key = (backend, *(_described(a) if isinstance(a, torch.Tensor) else a for a in arguments))
         found = self._taken.get(key)
         if found is None:
             if len(self._taken) >= KEPT:
                 self._taken.clear()
+            if views:
+                arguments = _with_arrays(views(*[a for a in arguments if isinstance(a, torch.Tensor)]), arguments)
             try:
                 found = self._taken[key] = self.candidates(*arguments)
             except PromiseError:
@@ -385,7 +387,7 @@ def _described(array: torch.Tensor) -> tuple:
     return array.dtype, array.shape, array.stride(), array.get_device(), array.data_ptr() & 15
 
 
-def _with_arrays(arrays: Sequence[torch.Tensor], arguments: tuple) -> list:
+def _with_arrays(arrays: Sequence[torch.Tensor], arguments: Sequence) -> list:
     """The arguments with arrays in the places of the tensors."""
     waiting = iter(arrays)
     return [next(waiting) if isinstance(a, torch.Tensor) else a for a in arguments]
