@@ -91,7 +91,7 @@ def quantise_transposed(x, scale, words, scales, ROWS: Const, TILE: Const):
     across = ct.cdiv(x.shape[1], TILE)
     i, j = ct.bid(0) // across, ct.bid(0) % across
     scale = ct.gather(scale, 0, check_bounds=False)
-    inverse = ct.astype(ct.truediv(1.0, scale), x.dtype)  # exact, and so are the products: a power of two changes no bit
+    inverse = ct.astype(ct.truediv(1.0, scale), x.dtype)  # exact, and the products are where e4m3 has codes: a power of two
     rows = i * ROWS + 4 * ct.arange(ROWS // 4, dtype=ct.int32)
     columns = j * TILE + ct.arange(TILE, dtype=ct.int32)
     word = ct.zeros((ROWS // 4, TILE), dtype=ct.uint32)

@@ -312,6 +312,7 @@ def test_quantised_views(ops, view):
 def test_quantised_parts(ops):
     quantised.check_rows_into(ops, DEVICE, torch.bfloat16, 5, 512)
     quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144)
+    quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144, odd=1)
 
 
 @pytest.mark.parametrize(("dtype", "columns"), ((torch.float16, 512), (torch.float32, 512), (torch.bfloat16, 20)), ids=str)
