@@ -33,7 +33,7 @@ def accounted(family) -> Dict[str, Names]:
     attention = {*ATTENTION, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
     attention |= {"q_norm", "k_norm"} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
-    absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, what of it)
+    absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, a path below it)
     attention |= {path for name, path in absent if name == "self_attn"}
     layer = {"self_attn", family.block, *family.norms, family.multiplier, *family.dropouts, *(name for name, _ in absent)}
     layer |= {"has_experts"} if family.absent else set()
