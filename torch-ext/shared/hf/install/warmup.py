@@ -121,7 +121,8 @@ def attend(make: Maker, sizes: Sizes, sinks: bool = False, capped: bool = False)
 def _outputs(make: Maker, own: FusedLayer, hidden: int):
     """The description of the second half of a layer, and the weights of its norms."""
     names, multiplier = own.family.norms[1:], 1.0 if own.family.multiplier is None else 0.5
-    return make_outputs(own, *(None if name is None else EPS for name in names), multiplier), [make.weight(name, hidden) for name in names]
+    eps = [None if name is None else EPS for name in names]
+    return make_outputs(own, eps[0], eps[1], eps[2], multiplier), [make.weight(name, hidden) for name in names]
 
 
 def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
@@ -153,9 +154,10 @@ def run_experts(make: Maker, own: FusedLayer, sizes: Sizes, options: ExpertOptio
     if sizes.shared:
         shapes = (sizes.shared, hidden), (sizes.shared, hidden), (hidden, sizes.shared)
         shared = SharedExpert(make.ones(1, hidden), make.linears(*shapes))
-    o, attended = make.linears((hidden, NARROW))[0], make.rows(NARROW)
-    for of_attention in ((None, None, None), (attended, o, after)):
-        norm_experts(make.rows(hidden), before, router, weights, spec, options, *of_attention, False, shared, behind).sum().backward()
+    tensors = router, weights, spec, options
+    norm_experts(make.rows(hidden), before, *tensors, shared=shared, behind=behind).sum().backward()
+    of_attention = make.rows(NARROW), make.linears((hidden, NARROW))[0], after
+    norm_experts(make.rows(hidden), before, *tensors, *of_attention, shared=shared, behind=behind).sum().backward()
 
 
 def run_head(make: Maker, sizes: Sizes) -> None:
