@@ -13,9 +13,9 @@ from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 NAMES = (
     "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
     "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium",
-    "cwm", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
+    "cwm", "vaultgemma", "granite_swa", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
 )  # fmt: skip
-SPARSE = ("mixtral", "qwen2_moe", "olmoe", "flex_olmo", "granitemoe")
+SPARSE = ("mixtral", "qwen2_moe", "olmoe", "flex_olmo", "granitemoe", "mellum")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
@@ -33,7 +33,9 @@ CHANGES: dict = {
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "phi3": {"partial_rotary_factor": 0.5},
     "cwm": {"bos_token_id": 1},
-    "gemma2": {"query_pre_attn_scalar": 12},
+    **dict.fromkeys(("gemma2", "vaultgemma"), {"query_pre_attn_scalar": 12}),
+    "granite_swa": {"residual_multiplier": 0.22, "logits_scaling": 3.0},
+    "mellum": {**EXPERTS, "moe_intermediate_size": 24},
     "gemma3_text": {"query_pre_attn_scalar": 12},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
@@ -109,6 +111,12 @@ VARIANTS: dict = {
     "ernie4_5": {"biases": {"use_bias": True}, "tied": TIED},
     "helium": {"tied": TIED, "biases": BIASES},
     "cwm": {"windows in turns": IN_TURNS, "tied": TIED, "biases": {"mlp_bias": True}},
+    "vaultgemma": {"no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None}, "windows": IN_TURNS,
+                   "low caps": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}, "biases": {"attention_bias": True}},
+    "granite_swa": {"windows": IN_TURNS, "biases": BIASES, "tied": TIED, "a theta each": {"layer_rope_theta": [1e4, 1e2]},
+                    "multipliers": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.4}},
+    "mellum": {"windows": IN_TURNS, "normalised": {"norm_topk_prob": False}, "tied": TIED, "auxiliary loss": AUXILIARY,
+               "a dense layer": {"mlp_layer_types": ["dense", "sparse"]}, "biases": {"attention_bias": True}},
     "apertus": {"biases": {"attention_bias": True}, "tied": TIED},
     "arcee": {"biases": BIASES, "tied": TIED},
     "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
@@ -147,6 +155,7 @@ UNCHANGING: dict = {
     "hunyuan_v1_dense": {"eod_token_id"},
     "gemma3_text": {"attn_logit_softcapping"},
     "qwen2_moe": {"layer_types"},
+    "mellum": {"num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"},
 }
 
 

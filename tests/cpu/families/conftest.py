@@ -7,8 +7,7 @@ import pytest
 from tests.cpu.conftest import kernels_of
 from tests.decoder_families import SPARSE
 
-# One of each is what every test of a layer launches.
-KERNELS = {"rms_norm_any_forward", "general_rms_norm_long_forward"}, {"rotary_any"}, {"swiglu_any_forward", "expert_order"}
+KERNELS = "rms_norm", "rotary", "swiglu"  # what every test of a layer launches some of
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def package(interpret, request):
     backend = interpret(found, kernels_of(folder))
     yield found
     launched = {variant.split("-")[0] for variant in backend.launched}
-    assert all(launched & kinds for kinds in KERNELS), sorted(launched)
+    assert all(any(kind in name for name in launched) for kind in KERNELS), sorted(launched)
 
 
 @pytest.fixture

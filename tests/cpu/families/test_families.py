@@ -34,6 +34,7 @@ from tests.tolerances import assert_close, relative_error
 ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
+EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
 UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
 UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where they are not all
     **dict.fromkeys(("another activation", "jitter", "clipped"), set()), "auxiliary loss": {"norm_attention_inputs"},
@@ -89,7 +90,7 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
     """Losses and gradients in fp32, in eager attention, SDPA and ours, and in bf16."""
     large = {"initializer_range": 0.1}  # or scores hardly differ, and neither a window nor a cap changes much
     changes = {**large, **VARIANTS[name][variant]}
-    kinds = ("eager",) if name == "gemma2" else ("eager", "sdpa")  # Gemma 2 has no other
+    kinds = ("eager",) if name in EAGER else ("eager", "sdpa")
     models = [tiny(name, attn_implementation=kind, **changes) for kind in kinds]
     half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes, **TO_ALL.get(name, {}))
     expected = [step_of(model) for model in models]

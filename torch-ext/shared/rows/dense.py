@@ -22,6 +22,7 @@ from .towers import (
 AROUND = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM4 = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 PACKED = {"gate_up": ("gate_up_proj",), "act": "activation_fn", "mlp_argument": "hidden_states"}
+CAPPED = ("softcap", "attn_logit_softcapping")
 GEMMA = {
     "norms": AROUND,
     "offset": 1.0,
@@ -60,7 +61,7 @@ ROWS = (
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),
     row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, options=WINDOW),
     row("Gemma", "Gemma", "gemma", offset=1.0, rounds="last", activation="gelu_tanh", norm_argument="x"),
-    row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping")),
+    row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, CAPPED),
         towers=(PALIGEMMA_VISION,)),
     row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", towers=(GEMMA3_VISION,)),
     row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
@@ -68,6 +69,10 @@ ROWS = (
     row("ERNIE 4.5", "Ernie4_5", "ernie4_5", rotary="pairs"),
     row("Helium", "Helium", "helium", rotary="pairs", rounds="last"),
     row("CWM", "Cwm", "cwm", options=WINDOW),
+    row("VaultGemma", "VaultGemma", "vaultgemma",
+        **{**GEMMA, "norms": LayerNorms(before="pre_feedforward_layernorm")}, options=(*WINDOW, CAPPED)),
+    row("Granite-SWA", "GraniteSWA", "granite_swa", multiplier="residual_multiplier", divisor="logits_scaling",
+        options=(*WINDOW, ("s_aux", "sinks"))),
     row("Apertus", "Apertus", "apertus", norms=LayerNorms("attention_layernorm", None, "feedforward_layernorm", None), qk_norm="head",
         mlp=False, called=("mlp",)),
     row("Arcee", "Arcee", "arcee", mlp=False, called=("mlp",)),

@@ -11,8 +11,9 @@ def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
     return Sparse((f"{prefix}{block}", f"{prefix}TopKRouter", f"{prefix}Experts"), **options)
 
 
-MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, mlp=False, sparse=sparse("Mixtral"), absent=("mlp.jitter_noise",))
-QWEN2_MOE = row("Qwen2-MoE", "Qwen2Moe", "qwen2_moe", options=WINDOW, sparse=sparse("Qwen2Moe", shared="shared_expert"))
+MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, positions_first=True, mlp=False, sparse=sparse("Mixtral"),
+              absent=("mlp.jitter_noise",))  # fmt: skip
+QWEN2_MOE = row("Qwen2-MoE", "Qwen2Moe", "qwen2_moe", sparse=sparse("Qwen2Moe", shared="shared_expert"))
 OLMOE = row("OLMoE", "Olmoe", "olmoe", qk_norm="whole", options=OF_CONFIG, mlp=False, sparse=sparse("Olmoe"),
             absent=("self_attn.config.clip_qkv",))  # fmt: skip
 ROWS = (
@@ -23,6 +24,7 @@ ROWS = (
         sparse=sparse("FlexOlmo")),
     row("Granite-MoE", "GraniteMoe", "granitemoe", multiplier="residual_multiplier", divisor="logits_scaling", block="block_sparse_moe",
         mlp=False, sparse=sparse("GraniteMoe", "MoE", router="router", by_logits=True), positions=False, routed=True),
+    row("Mellum", "Mellum", "mellum", qk_norm="head", options=WINDOW, sparse=sparse("Mellum")),
 )  # fmt: skip
 SERVED = Served(
     rows=ROWS,
