@@ -1,4 +1,4 @@
-"""The package of all dense families, and which of its nodes a model runs in."""
+"""The packages of all these families, and which of their nodes a model runs in."""
 
 import importlib
 
@@ -8,6 +8,7 @@ from tests.cpu.conftest import kernels_of
 from tests.decoder_families import SPARSE
 
 KERNELS = "rms_norm", "rotary", "swiglu"  # what every test of a layer launches some of
+NO_ROTARY = ("mellum",)  # whose heads have norms, for which there is no kernel with heads of 12
 
 
 @pytest.fixture
@@ -21,7 +22,8 @@ def package(interpret, request):
     backend = interpret(found, kernels_of(folder))
     yield found
     launched = {variant.split("-")[0] for variant in backend.launched}
-    assert all(any(kind in name for name in launched) for kind in KERNELS), sorted(launched)
+    expected = [kind for kind in KERNELS if kind != "rotary" or request.node.callspec.params["name"] not in NO_ROTARY]
+    assert all(any(kind in name for name in launched) for kind in expected), sorted(launched)
 
 
 @pytest.fixture
