@@ -80,7 +80,7 @@ class Module:
 
 
 def text_of(nodes: Sequence[ast.FunctionDef], prefix: str) -> Text:
-    """The text of a forward, or of several functions. prefix: of the names of classes, which counts for nothing."""
+    """The text of a forward, or of several functions. prefix: of the names of classes, which is ignored."""
     shapes: list[str] = []
     lines: list[str] = []
     names: list[str] = []

@@ -24,7 +24,8 @@ from tests.models import Step, check_compiled, random_tokens
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = random_tokens(4, 300)
-HEAD_DIM = {"phi3": 96, "gemma2": 256, "gemma3_text": 256, "mistral": 128, "olmo2": 128, "mellum": 128, "vaultgemma": 256}  # 64 of the others
+# 64 of the others
+HEAD_DIM = {"phi3": 96, "gemma2": 256, "gemma3_text": 256, "mistral": 128, "olmo2": 128, "mellum": 128, "vaultgemma": 256}
 FACTOR = 20  # two fp32 runs of a model differ by more than an operation from float64
 FEW = ("llama", "qwen2", "phi3", "olmo2", "gemma2", "gemma3_text")  # one of each kind of layer
 
