@@ -44,8 +44,8 @@ def package(request):
 def _compared_with_what_caps_its_scores(request):
     from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-    if request.node.callspec.params["name"] in ("gemma2", "paligemma") and Gemma2PreTrainedModel._supports_sdpa:
-        pytest.skip("the SDPA of transformers 5.17 to 5.20, which is the default there, leaves Gemma 2's softcap out")
+    if request.node.callspec.params["name"] in ("gemma2", "paligemma", "vaultgemma") and Gemma2PreTrainedModel._supports_sdpa:
+        pytest.skip("the SDPA of transformers 5.17 to 5.20, which is the default there, leaves softcaps out")
 
 
 def sizes_of(name, **changes):

@@ -25,7 +25,7 @@ FAMILY_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_hea
 
 def family_on(name, device, **changes):
     """A small model of a family of `bastile/decoders` in training mode, on a GPU of a size that the kernels take."""
-    kind = "eager" if name == "gemma2" else "sdpa"  # Gemma 2 has no other
+    kind = "eager" if name in ("gemma2", "vaultgemma", "granite_swa") else "sdpa"  # of the models of transformers that have no other
     return decoder_families.tiny(name, attn_implementation=kind, **{**({} if device == "cpu" else FAMILY_SIZES), **changes}).to(device)
 
 
