@@ -145,10 +145,11 @@ def build(args) -> Stepper:
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
-    compiled = dict.fromkeys(compiled_peer.RECIPES, lambda: compiled_peer.compile_layers)
-    begin = (compiled | {"bastile_captured": lambda: package(family.package).capture}).get(args.child)
+    begin = compiled_peer.compile_layers if args.child in compiled_peer.RECIPES else None
+    if args.child == "bastile_captured":
+        begin = package(family.package).capture
     form, parts = form_of(args), getattr(args, "parts", False)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form, recipe.autocast, begin and begin(), loss, parts)
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form, recipe.autocast, begin, loss, parts)
 
 
 def main(

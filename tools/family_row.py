@@ -14,14 +14,13 @@ import functools
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import transformers_texts
+from tools.family_table import rows
 from tools.family_text import Module, Text, text_of
 from tools.transformers_texts import installed_source
 
-SOURCES = Path(__file__).resolve().parent.parent / "packages" / "decoders" / "torch-ext"  # whose folder shared has the rows of all packages
 SERVED = ("dense", "moe", "qwen3", "gpt_oss")
 ROTARY = ("apply_rotary_pos_emb", "rotate_half")
 # The fields of a row that the text of each part decides, beside the paths in `absent`.
@@ -54,12 +53,7 @@ class Derived(NamedTuple):
 
 def families() -> list[Any]:
     """The rows of all packages whose layers have plain attention."""
-    sys.path.insert(0, str(SOURCES))
-    try:
-        rows = [own for name in SERVED for own in importlib.import_module(f"decoders.shared.rows.{name}").SERVED.rows]
-        return list({own.family.modeling: own.family for own in rows}.values())
-    finally:
-        sys.path.remove(str(SOURCES))
+    return list({own.family.modeling: own.family for name in SERVED for own in rows(name)}.values())
 
 
 def classes_of(module: Module, prefix: str) -> dict[str, str]:
@@ -92,7 +86,7 @@ def parts_of_row(modeling: str, prefix: str) -> dict[str, Text]:
 
 
 def fields_of(part: str, family: Any) -> dict[str, Any]:
-    """What the text of a part decides of a row."""
+    """The fields of a family's row that the text of a part decides, by name."""
     if part in ("experts' block", "router"):
         found = {name: getattr(family.sparse, name) for name in FIELDS[part]}
     else:
@@ -111,12 +105,15 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def taken(part: str, text: Text, family: Any, other: Text) -> dict[str, Any] | None:
-    """What a part has of a family's row: None where their texts differ, or an attribute that the row says nothing of has another name."""
-    fields, names = fields_of(part, family), dict(zip(other.names, text.names))
-    new = {a: b for a, b in names.items() if a != b}
+    """The fields that a part takes from a family's row, with its own names of attributes. None where the two texts differ, or where an
+    attribute is renamed that no field of the row names."""
+    fields = fields_of(part, family)
+    new = {theirs: own for theirs, own in zip(other.names, text.names) if theirs != own}
     said = repr(list(fields.values()))
-    fits = part in RENAMED and all(f"'{a}'" in said or part == "norm" for a in new)
-    return {name: renamed(value, new) for name, value in fields.items()} if text.shape == other.shape and (fits or not new) else None
+    may_rename = part in RENAMED and all(part == "norm" or f"'{theirs}'" in said for theirs in new)
+    if text.shape != other.shape or (new and not may_rename):
+        return None
+    return {name: renamed(value, new) for name, value in fields.items()}
 
 
 def derive(name: str, known: Sequence[Any], prefix: str = "") -> Derived:

@@ -18,7 +18,7 @@ def rows(served: str = "dense") -> tuple:
     """Returns the rows of a package, read from its sources. served: their file."""
     sys.path.insert(0, str(SOURCES))
     try:
-        return importlib.import_module(f"decoders.shared.rows.{served}").ROWS
+        return importlib.import_module(f"decoders.shared.rows.{served}").SERVED.rows
     finally:
         sys.path.remove(str(SOURCES))
 

@@ -1,5 +1,5 @@
-"""What Trainer asks a model in each pass, answered without its walks over all modules: these are a thousand, with adapters 2 400, and
-take 14 ms, as long as the device takes for a captured pass of 1500 tokens.
+"""What Trainer asks a model in each pass, answered without its walks over all modules: of 28 layers with adapters 2 400, which takes the
+host 14 ms, a third of the device's time for a captured pass of 1500 tokens.
 
 `capture` puts both methods on the causal LM that holds the layers; a wrapper's own (PEFT's, say) come to them. What either finds is never
 kept: modules and parameters may be others in the next pass.
@@ -26,10 +26,9 @@ def train(self, mode: bool = True):
     """`train` of the model's class, which is left out where it would change nothing."""
     modules = modules_of(self)
     same = isinstance(mode, bool) and all(module.training is mode for module in modules)
-    if same and all(map(_changes_the_mode_alone, {type(module) for module in modules})):
-        own = [module for module in modules if "train" in module.__dict__]
-        if own == [self]:
-            return self
+    plain = same and all("train" not in module.__dict__ or module is self for module in modules)
+    if plain and all(map(_changes_the_mode_alone, set(map(type, modules)))):
+        return self
     return type(self).train(self, mode)
 
 

@@ -6,7 +6,7 @@ free what the ones before it needed only while they ran. What has to stay where 
 """
 
 import weakref
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -63,15 +63,15 @@ class Memory:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from earlier passes out of the memory that graphs write."""
-        moved: List[nn.Parameter] = []
+        held: List[Tuple[nn.Parameter, torch.Tensor]] = []
         for key, (reference, home) in list(self._gradients.items()):
             parameter = reference()
             if parameter is None:
                 del self._gradients[key]
                 self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
-            elif parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr():
-                moved.append(parameter)
-        move_gradients(moved)
+            else:
+                held.append((parameter, home))
+        move_gradients(held)
 
     def forget_pool(self) -> None:
         """Lets go what lies in a pool that no graph uses any more."""
@@ -79,10 +79,16 @@ class Memory:
         self._gradients.clear()
 
 
-def move_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Gives parameters their gradients in other memory, copied in few launches."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, 1) if gradients else ()):
+def move_gradients(held: Iterable[Tuple[nn.Parameter, Optional[torch.Tensor]]]) -> None:
+    """Moves the gradients that lie where graphs write into other memory, in few launches. held: parameters, each with the tensor that the
+    graphs write."""
+    moved = [
+        (parameter, parameter.grad)
+        for parameter, home in held
+        if home is not None and parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr()
+    ]
+    copies = torch._foreach_mul([gradient for _, gradient in moved], 1) if moved else ()
+    for (parameter, _), gradient in zip(moved, copies):
         parameter.grad = gradient
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Iterable
 
 import torch
 
@@ -11,10 +11,12 @@ from ...ops.experts import experts
 from ...runtime.device import PLAIN
 from ..parts.explanation import Reason
 from ..parts.lookups import replaced_below
-from ..parts.modules import is_silu, is_transformers_own, original_forward
+from ..parts.modules import SAVED, is_silu, is_transformers_own, original_forward
+from ..parts.offers import offer, withdraw
 
 MOE = "transformers.integrations.moe"
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
+OFFERED = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
 
 
 def _experts_gate(layer):
@@ -99,3 +101,26 @@ def experts_implementation(layer, hidden, index, scores):
     if found is not None:
         return found
     return sys.modules[MOE].grouped_mm_experts_forward(layer, hidden, index, scores)
+
+
+def _interface():
+    """transformers' table of implementations of experts, or None where it has none or is not imported."""
+    return getattr(sys.modules.get(MOE), "ExpertsInterface", None)
+
+
+def register_experts() -> None:
+    """Makes experts_implementation="bastile" a choice when a model is loaded."""
+    interface = _interface()
+    if interface is not None:
+        offer(interface, OFFERED, EXPERTS, experts_implementation, __name__)
+
+
+def unregister_experts(modules: Iterable) -> None:
+    """Takes the choice back, unless another package offers it too or one of the modules still asks for it."""
+    interface = _interface()
+    if interface is not None:
+        withdraw(interface, OFFERED, EXPERTS, __name__, lambda: any(_asks_for_ours(module) for module in modules))
+
+
+def _asks_for_ours(module) -> bool:
+    return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS

@@ -27,7 +27,7 @@ from ..attention.attention_choice import (
 )
 from ..capture import capture as graphs
 from ..family import ownership
-from ..family.experts import EXPERTS, experts_implementation
+from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
 from ..family.versions import Unfit, modeling_of, note, unfit_texts
 from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
@@ -39,10 +39,8 @@ from ..parts.binding import bound_modules
 from ..parts.hub import PAIR, kernels_library, kernels_wanted, mapping_of
 from ..parts.lookups import own_rotary
 from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
-from ..parts.offers import offer, withdraw
 from ..parts.wrapped import put
 
-OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
 # On a module: what kernelize() was told of its model, and what it said.
 TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID
 
@@ -124,7 +122,7 @@ def register(families: Sequence[Family]):
             register_attention(*([whole] if whole is not None else []))
             note_new_models(__name__)
     if not any("experts" in family.unknown for family in families):
-        _register_experts()
+        register_experts()
 
 
 def patch_classes(
@@ -311,7 +309,7 @@ def reset(families: Families):
         give_attention_back(module)
         for name in TOLD:
             state.pop(name, None)
-    _unregister_experts(modules)
+    unregister_experts(modules)
     unregister_attention(modules)
     ignore_new_models(__name__)
 
@@ -333,29 +331,6 @@ def _reset_classes(targets: Targets):
         for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
             delattr(owner, name)
     vars(sys.modules[targets.modeling]).pop(SAVED + "rotary", None)
-
-
-def _experts_interface():
-    """transformers' table of implementations of experts, or None where it has none or is not imported."""
-    return getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
-
-
-def _register_experts():
-    """Makes experts_implementation="bastile" a choice when a model is loaded."""
-    interface = _experts_interface()
-    if interface is not None:
-        offer(interface, OFFERED_EXPERTS, EXPERTS, experts_implementation, __name__)
-
-
-def _unregister_experts(modules):
-    """Takes the choice back, unless another package offers it too or a model still asks for it."""
-    interface = _experts_interface()
-    if interface is not None:
-        withdraw(interface, OFFERED_EXPERTS, EXPERTS, __name__, lambda: any(_asks_for_our_experts(module) for module in modules))
-
-
-def _asks_for_our_experts(module) -> bool:
-    return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS
 
 
 def get_patched_ops(families: Families):
