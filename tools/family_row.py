@@ -37,6 +37,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 NOT_DERIVED = ("model", "towers", "whole", "mixers")  # what is no decoder's, or a name for people
 RENAMED = ("norm", "mlp", "layer", "experts' block")  # parts whose attributes may have other names
 NEEDED = ("norm", "attention", "layer", "causal_lm")  # parts that every family has
+FORMER = {"cache": "past_key_values"}  # of arguments that a release renamed
 NO_TEXT = Text("", (), ())
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -161,7 +162,7 @@ def with_signatures(module: Module, prefix: str, found: dict[str, Any], unknown:
     decoder = module.made(classes["causal_lm"]).get("model", [""])[0]
     found |= {
         "norm_argument": (module.arguments(classes["norm"]) or ["", "hidden_states"])[1], "called": tuple(called),
-        "positions_first": "position_embeddings" in layer[:3], "positions": "position_ids" in layer,
+        "takes": tuple(FORMER.get(name, name) for name in layer[1:]),
         "routed": "output_router_logits" in causal_lm and "use_cache" not in causal_lm,
         "decoder": "" if decoder == f"{prefix}Model" else decoder,
     }  # fmt: skip

@@ -4,7 +4,7 @@ from ..hf.family.families import LOSS, LayerNorms, Vision
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from ..hf.layer.decoder_layer import FusedLayer
-from .made import BEHIND, OF_CONFIG, WINDOW, row
+from .made import ANGLES_FIRST, BEHIND, OF_CONFIG, WINDOW, row
 from .qwen3 import QWEN3
 from .towers import (
     GEMMA3_VISION,
@@ -29,7 +29,7 @@ GEMMA = {
     "rounds": "last",
     "activation": "gelu_tanh",
     "norm_argument": "x",
-    "positions_first": True,
+    "takes": ANGLES_FIRST,
     "softcap": "final_logit_softcapping",
 }
 QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
@@ -41,7 +41,7 @@ ROWS = (
     LLAMA,
     QWEN2,
     FusedLayer(QWEN3.family._replace(towers=(INTERNVL_VISION,))),
-    row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True,
+    row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", takes=(*ANGLES_FIRST, "use_cache"),
         whole=Vision("Qwen3VLForConditionalGeneration", deepstack=True)),
     row("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", **QWEN2_VL_TEXT, decoder="Qwen2_5_VLTextModel",
         whole=Vision("Qwen2_5_VLForConditionalGeneration", QWEN2_VL)),
@@ -55,7 +55,8 @@ ROWS = (
     row("Granite", "Granite", "granite", multiplier="residual_multiplier", divisor="logits_scaling"),
     row("Granite 4", "GraniteMoeHybrid", "granitemoehybrid", multiplier="residual_multiplier", divisor="logits_scaling",
         gate_up=("input_linear",), down="output_linear", act="activation", mlp_argument="hidden_states", block="shared_mlp",
-        absent=("mamba", "block_sparse_moe"), positions=False, routed=True),
+        absent=("mamba", "block_sparse_moe"), routed=True,
+        takes=("hidden_states", "attention_mask", "past_key_values", "use_cache", "position_embeddings")),
     row("Phi-3", "Phi3", "phi3", qkv=("qkv_proj",), **PACKED, partial=True, options=OF_CONFIG,
         dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),

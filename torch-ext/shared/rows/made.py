@@ -5,6 +5,8 @@ from ..hf.layer.decoder_layer import FusedLayer
 
 WINDOW = (("sliding_window", "sliding_window"),)
 OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
+# The arguments of some decoder layers.
+ANGLES_FIRST = "hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"
 BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 

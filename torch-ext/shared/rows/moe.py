@@ -3,7 +3,7 @@
 from ..hf.family.families import LOSS, Sparse
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
-from .made import BEHIND, OF_CONFIG, WINDOW, row
+from .made import ANGLES_FIRST, BEHIND, OF_CONFIG, WINDOW, row
 
 
 def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
@@ -11,7 +11,7 @@ def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
     return Sparse((f"{prefix}{block}", f"{prefix}TopKRouter", f"{prefix}Experts"), **options)
 
 
-MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, positions_first=True, mlp=False, sparse=sparse("Mixtral"),
+MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, takes=ANGLES_FIRST, mlp=False, sparse=sparse("Mixtral"),
               absent=("mlp.jitter_noise",))  # fmt: skip
 QWEN2_MOE = row("Qwen2-MoE", "Qwen2Moe", "qwen2_moe", sparse=sparse("Qwen2Moe", shared="shared_expert"))
 OLMOE = row("OLMoE", "Olmoe", "olmoe", qk_norm="whole", options=OF_CONFIG, mlp=False, sparse=sparse("Olmoe"),
@@ -21,9 +21,11 @@ ROWS = (
     QWEN2_MOE,
     OLMOE,
     row("FlexOlmo", "FlexOlmo", "flex_olmo", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, mlp=False,
+        takes=("hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings"),
         sparse=sparse("FlexOlmo")),
     row("Granite-MoE", "GraniteMoe", "granitemoe", multiplier="residual_multiplier", divisor="logits_scaling", block="block_sparse_moe",
-        mlp=False, sparse=sparse("GraniteMoe", "MoE", router="router", by_logits=True), positions=False, routed=True),
+        mlp=False, sparse=sparse("GraniteMoe", "MoE", router="router", by_logits=True),
+        takes=("hidden_states", "attention_mask", "past_key_values", "position_embeddings"), routed=True),
     row("Mellum", "Mellum", "mellum", qk_norm="head", options=WINDOW, sparse=sparse("Mellum")),
 )  # fmt: skip
 SERVED = Served(

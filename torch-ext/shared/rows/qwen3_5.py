@@ -19,6 +19,7 @@ from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.rotary import qk_norm_rotary
 from ..ops.short_conv import TAPS, short_conv
 from ..runtime.tuning import run_backward
+from .made import ANGLES_FIRST
 
 ATTENTION = Mixer("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 
@@ -37,7 +38,7 @@ def _row(model: str, module: str, prefix: str, decoder: str = "", vision: str = 
             partial=True,
             sparse=Sparse(classes, shared="shared_expert") if sparse else None,
             norm_argument="x",
-            positions_first=True,
+            takes=ANGLES_FIRST,
             decoder=decoder,
             towers=(Vision(vision),) if vision else (),
             mixers=(Mixer(NET, inputs, "out_proj"), ATTENTION),

@@ -77,6 +77,10 @@ class Vision(NamedTuple):
     former: str = ""
 
 
+# The arguments of most decoder layers.
+TAKES = "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"
+
+
 class Family(NamedTuple):
     """What a decoder layer of a family computes, and under which names.
 
@@ -89,16 +93,15 @@ class Family(NamedTuple):
     lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a branch. sparse: of layers with experts. mlp:
     whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP or the experts, and the MLP's last
     projection. absent: the layer's attributes, or paths of them with dots, that are missing, None or 0 in a layer that is taken apart.
-    norm_argument, mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward
-    takes the angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what
-    may mix a layer's tokens instead of plain attention. divisor, softcap: attributes of the configuration, by which logits are divided, and
-    that caps them. position_scale: the module's function that gives each position's factor of the queries after their rotary embedding, and
-    the entries of the configuration's rope_parameters that it takes after the positions. whole: the model with a vision tower, where there
-    is no causal LM of the decoder alone; towers: those models where there is one. positions: whether transformers tells decoder layers and
-    their masks the position_ids. routed: whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for
-    its experts. mlp_name: the MLP's class, the prefix and "MLP" by default. half_angles: whether cos and sin are half as wide as a head.
-    called: the layer's attributes of attention or the MLP where they compute what no row can say: they are called as the modules that they
-    are, and the layer around them is fused.
+    norm_argument, mlp_argument: what the norms' and the MLP's forward call their input. takes: a decoder layer's arguments in transformers'
+    order, by their names in transformers 5.17. decoder: the class of the decoder without its head, the prefix and "Model" by default.
+    mixers: what may mix a layer's tokens instead of plain attention. divisor, softcap: attributes of the configuration, by which logits are
+    divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries after their rotary
+    embedding, and the entries of the configuration's rope_parameters that it takes after the positions. whole: the model with a vision
+    tower, where there is no causal LM of the decoder alone; towers: those models where there is one. routed: whether the causal LM's
+    forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and "MLP" by
+    default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of attention or the MLP where they
+    compute what no row can say: they are called as the modules that they are, and the layer around them is fused.
     """
 
     model: str
@@ -123,7 +126,7 @@ class Family(NamedTuple):
     mlp: bool = True
     norm_argument: str = "hidden_states"
     mlp_argument: str = "x"
-    positions_first: bool = False
+    takes: Tuple[str, ...] = TAKES
     decoder: str = ""
     mixers: Tuple[Mixer, ...] = ()
     divisor: Optional[str] = None
@@ -134,7 +137,6 @@ class Family(NamedTuple):
     block: str = "mlp"
     down: str = "down_proj"
     absent: Tuple[str, ...] = ()
-    positions: bool = True
     routed: bool = False
     mlp_name: str = ""
     half_angles: bool = False
@@ -143,6 +145,10 @@ class Family(NamedTuple):
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
         return head_of(config, self.divisor, self.softcap)
+
+    def of_positions(self) -> bool:
+        """Whether transformers tells decoder layers and their masks the position_ids."""
+        return "position_ids" in self.takes
 
     def has_common_rotary(self) -> bool:
         """Whether the rotary embedding is that of most families: halves of a whole head, in the angles' dtype."""

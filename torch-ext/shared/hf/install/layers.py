@@ -110,18 +110,11 @@ def _experts(router_indices: bool) -> Type[Layer]:
 @functools.lru_cache(maxsize=None)
 def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-    family = own.family
-    if family.positions_first:
-        names = ["hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
-        names += ["use_cache"] if family.whole else []
-    else:
-        positions = ["position_ids"] if family.positions else []
-        names = ["hidden_states", "attention_mask", *positions, "past_key_values", "use_cache", "position_embeddings"]
 
     def run(self, given):
         return decoder_layer_forward(own, self, given)
 
-    return _layer("DecoderLayer", checkpointed(forward_of(names, run)))
+    return _layer("DecoderLayer", checkpointed(forward_of(own.family.takes, run)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -133,7 +126,7 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     """
     names = ["input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"]
     # One row of positions behind a tower is that of all three axes, and says nothing about documents.
-    told = family is None or (family.positions and not family.whole)
+    told = family is None or (family.of_positions() and not family.whole)
     if family is not None and family.whole and family.whole.deepstack:  # which adds visual features to the residual stream
         names, told = [*names, "visual_pos_masks", "deepstack_visual_embeds"], True
 
