@@ -123,8 +123,8 @@ def write_uncounted(way, tensor, value):
     assert tensor._version == version and torch.equal(tensor, value)
 
 
-def random_tokens(*shape):
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+def random_tokens(*shape, seed=1):
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_gpt_oss(dtype=torch.float32, cls=None, attn_implementation="eager", **changes):
