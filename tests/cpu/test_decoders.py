@@ -40,8 +40,10 @@ def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(request, n
     assert all(torch.equal(norm(x), y) for norm, x, y in zip(norms, given, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("package", ("decoders", "liger"))
+PAIRS = [(package, name) for package, names in (("decoders", NAMES), ("moe", SPARSE), ("liger", NAMES)) for name in names]
+
+
+@pytest.mark.parametrize(("package", "name"), PAIRS)
 def test_heads_that_the_hub_turns_keep_their_dtype(request, package, name):
     """The rotary function has one name on the Hub too, and OLMo's keeps the dtype of q and k where angles are fp32."""
     model = tiny(name, torch.bfloat16, attn_implementation="eager")

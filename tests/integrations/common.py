@@ -46,7 +46,7 @@ installed = []
 @pytest.fixture(autouse=True)
 def layers_run(request, monkeypatch):
     """Fails a test whose kernelized model ran none of our operations: it would have compared the plain model with itself."""
-    ran, qwen3 = [], request.getfixturevalue("decoders" if "decoders" in request.fixturenames else "qwen3")
+    ran, qwen3 = [], request.getfixturevalue(next((name for name in ("decoders", "served") if name in request.fixturenames), "qwen3"))
     layer = "shared.hf.layer.decoder_layer"
     for module, name in (("shared.hf.family.forwards", "rms_norm"), (layer, "rms_norm"), (layer, "norm_attention_inputs")):
         functions = sys.modules[f"{qwen3.__name__}.{module}"]

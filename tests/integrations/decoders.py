@@ -1,4 +1,5 @@
-"""Families of `bastile/decoders` under the libraries that people train them with. Qwen3 has every case of the files beside this one."""
+"""Families of `bastile/decoders` and `bastile/moe` under the libraries that people train them with. Qwen3 has every case of the files
+beside this one."""
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from tests.integrations.preference import counted, train
 from tests.integrations.trainers import BOTH, run
 from tests.models import Step
 
-OTHERS = tuple(name for name in decoder_families.NAMES if name not in FAMILIES)
+SPARSE = decoder_families.SPARSE
+OTHERS = tuple(name for name in (*decoder_families.NAMES, *SPARSE) if name not in FAMILIES)
 IS = "Llama, Gemma 3 and Phi-3"
 EACH = pytest.mark.parametrize("name", FAMILIES)
 TWO_STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture
+def served(request):
+    """The package with the family of the test's parameter `name`."""
+    return request.getfixturevalue("moe" if request.node.callspec.params["name"] in SPARSE else "decoders")
 
 
 @pytest.mark.integration(*(f"{trainer}: {IS}, accumulated" for trainer in ("Trainer", "SFTTrainer")))
@@ -25,12 +33,17 @@ def test_trainers_of_families(decoders, device, tmp_path, kind, name):
     run(kind, install(decoders, family_on(name, device)), tmp_path, device, **TWO_STEPS).assert_same(expected, device, 10)
 
 
-@pytest.mark.integration("Trainer: every other family of bastile/decoders, checkpointed")
+@pytest.mark.integration("Trainer: every other family of bastile/decoders and those of bastile/moe, checkpointed, saved")
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_trainer_of_the_other_families(decoders, device, tmp_path, name):
+def test_the_trainer_of_the_other_families(served, device, tmp_path, name):
     options = {"per_device_train_batch_size": 2, "max_steps": 1, "gradient_checkpointing": True}
     expected = run("hf", family_on(name, device), tmp_path, device, **options)
-    run("hf", install(decoders, family_on(name, device)), tmp_path, device, **options).assert_same(expected, device, 10)
+    model = install(served, family_on(name, device))
+    run("hf", model, tmp_path, device, **options).assert_same(expected, device, 10)
+    model.save_pretrained(tmp_path / "saved")
+    saved = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(value.cpu(), saved[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.integration(f"DPOTrainer: {IS}")
@@ -50,12 +63,12 @@ def test_dpo_of_families(decoders, device, tmp_path, name):
     outcomes[1].assert_same(outcomes[0], device)
 
 
-@pytest.mark.integration(f"PEFT: {IS}, LoRA on all linear layers")
-@EACH
-def test_lora_on_families(decoders, device, name):
+@pytest.mark.integration(f"PEFT: {IS}, LoRA on all linear layers", "PEFT: the families of bastile/moe, LoRA on all linear layers")
+@pytest.mark.parametrize("name", (*FAMILIES, *SPARSE))
+def test_lora_on_families(served, device, name):
     model = lora(family_on(name, device), target_modules="all-linear")
     expected = Step(model, **batch(device, 2, 33))
-    found = Step(install(decoders, model), **batch(device, 2, 33))
+    found = Step(install(served, model), **batch(device, 2, 33))
     found.assert_same(expected, 3 * FACTOR[device])
     assert found.output.logits is None and all("lora" in parameter for parameter in found.gradients)
 
@@ -73,11 +86,11 @@ def test_continuous_batching_of_families(decoders, device, name):
     assert batched(install(decoders, model), prompts=(20, 3, 5)) == expected
 
 
-@pytest.mark.integration(f"generate: {IS}, past their windows")
-@EACH
+@pytest.mark.integration(f"generate: {IS}, past their windows", "generate: the families of bastile/moe")
+@pytest.mark.parametrize("name", (*FAMILIES, *SPARSE))
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_of_families(decoders, device, name, cache):
+def test_generation_of_families(served, device, name, cache):
     model = with_window(name, device)
     expected, _ = generated(model, device, cache_implementation=cache)
-    tokens, _ = generated(install(decoders, model), device, cache_implementation=cache)
+    tokens, _ = generated(install(served, model), device, cache_implementation=cache)
     assert torch.equal(tokens, expected)
