@@ -226,6 +226,13 @@ GROUPS = (
         },
     ),
     Group(
+        "what packages leave on objects that are not theirs",
+        "Qwen3's package",
+        first,
+        "five to ten seconds each, and all packages put their layers there by the same functions",
+        {"test_footprint.py": "reset_takes_everything_off"},
+    ),
+    Group(
         "changed texts of transformers",
         "one text of each module",
         one_of(r"^\w+-[\w.]+"),
