@@ -8,6 +8,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from . import providers, records, registry
@@ -180,6 +181,24 @@ def gpt_oss(rows: list[Row]):
                 FASTEST)
 
 
+def at_8192(rows: list[Row], kinds: dict[str, str]) -> list[Row]:
+    """Return the times of steps of 8192 tokens. kinds: the benchmark of each way of training."""
+    return defensible([r for name in kinds.values() for r in select(rows, kernel_name=name, metric_name="step_time", x_value="8192")])
+
+
+def families(rows: list[Row], kinds: dict[str, str], title: str):
+    """Draw the gain in a step of 8192 tokens: a bar for each model and way of training."""
+    found = {}
+    for what, name in kinds.items():
+        for model, part in step_groups(select(at_8192(rows, kinds), kernel_name=name)):
+            found[f"{model.removesuffix(' on one GPU')}: {what}"] = ratio(by_provider(part))
+    return bars({name: value for name, value in found.items() if value}, title, FASTEST)
+
+
+DENSE = {"all weights": "dense_step", "LoRA": "dense_step_lora_16"}
+DELTA_NETS = {"all weights": "qwen3_5_step", "LoRA": "qwen3_5_step_lora_16"}
+
+
 def liger_rows(rows: list[Row]) -> list[Row]:
     names = {operation.name for operation in registry.of_suite(LIGER)}
     found = select(rows, metric_name="speed", kernel_operation_mode="full", x_name="shape")
@@ -203,6 +222,8 @@ CHARTS: dict[str, tuple[Callable, Callable]] = {
     "qwen3_step": (qwen3_step, qwen3_rows),
     "masked": (masked, masked_rows),
     "gpt_oss": (gpt_oss, gpt_oss_rows),
+    "dense": (partial(families, kinds=DENSE, title="A training step of dense decoders, 8192 tokens"), partial(at_8192, kinds=DENSE)),
+    "qwen3_5": (partial(families, kinds=DELTA_NETS, title="A training step of Qwen3.5, 8192 tokens"), partial(at_8192, kinds=DELTA_NETS)),
     "liger_operations": (liger_operations, liger_rows),
 }
 

@@ -31,7 +31,8 @@ MADE = {
 # Other marks than {{ }} and {% %}: a package's card is a template itself, which kernel-builder fills.
 ENVIRONMENT = jinja2.Environment(
     variable_start_string="<<", variable_end_string=">>", block_start_string="<%", block_end_string="%>", comment_start_string="<#",
-    comment_end_string="#>", keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+    comment_end_string="#>", trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+    loader=jinja2.FileSystemLoader(records.ROOT),
 )  # fmt: skip
 
 

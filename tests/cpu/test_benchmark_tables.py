@@ -159,7 +159,11 @@ def test_plots(results):
     records.write(folder / "limits.csv", operation)
     records.write(folder / "qwen3_step_8_documents.csv", packed)
     records.write(folder / f"{PADDED}.csv", sft)
-    assert set(plots.stale(folder)) == set(plots.CHARTS) == {"trainers", "qwen3_step", "masked", "gpt_oss", "liger_operations"}
+    for name, model in (("dense_step", "llama_3.1_8b"), ("qwen3_5_step_lora_16", "qwen3.5_9b")):
+        pair = [row(name, p, "full", "step_time", y=y, model=model, layers=8, gpus=1) for p, y in (("liger", 3.0), ("bastile", 2.0))]
+        records.write(folder / f"{name}.csv", pair)
+    names = "trainers qwen3_step masked gpt_oss dense qwen3_5 liger_operations".split()
+    assert plots.stale(folder) == list(plots.CHARTS) == names
     arguments = ["--results", str(results)]
     assert plots.main([*arguments, "--check"]) == 1 and plots.main(arguments) == 0 and plots.main([*arguments, "--check"]) == 0
     assert all((folder / "plots" / f"{name}.png").stat().st_size > 10_000 for name in plots.CHARTS)
