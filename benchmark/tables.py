@@ -25,6 +25,7 @@ WIDTH = 140  # of a line that is no table's
 MADE = {
     "families": ("tools.family_table", "family_table"),
     "moe_families": ("tools.family_table", "moe_table"),
+    "rivals": ("benchmark.rivals", "rivals"),
     "integrations": ("tests.integrations.table", "table"),
     "whole": ("tests.whole", "table"),
 }
