@@ -23,12 +23,13 @@ TIMEOUT_S = 120  # of one check
 
 @dataclass
 class Rank:
-    """What a check gets: its number, its device, the loaded package, and a mesh of all ranks."""
+    """What a check gets: its number, its device, the loaded package, a mesh of all ranks, and how many there are."""
 
     rank: int
     device: str  # "cpu" or "cuda"
     qwen3: ModuleType
     mesh: object
+    world: int = WORLD
 
     @property
     def own_device(self) -> str:
@@ -41,10 +42,10 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _work(rank: int, device: str, package: Path, port: int, connection) -> None:
+def _work(rank: int, world: int, device: str, package: Path, port: int, connection) -> None:
     """The life of a process: runs each check that arrives, answers with "" or a traceback, ends when nothing more can come."""
     number = str(rank)
-    os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TOKENIZERS_PARALLELISM": "false", "BASTILE_STRICT": "1"}
     import torch
     import torch.distributed as dist
@@ -56,7 +57,7 @@ def _work(rank: int, device: str, package: Path, port: int, connection) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
     qwen3 = get_local_kernel(package, backend=device)
-    here = Rank(rank, device, qwen3, init_device_mesh(device, (WORLD,)))
+    here = Rank(rank, device, qwen3, init_device_mesh(device, (world,)), world)
     while True:
         try:
             module, name, arguments = connection.recv()
@@ -77,16 +78,16 @@ def _work(rank: int, device: str, package: Path, port: int, connection) -> None:
 class Ranks:
     """The processes of a device. A check that fails ends them all, because its partners may wait for it; the next starts new ones."""
 
-    def __init__(self, device: str, package: Path):
-        self.device, self.package = device, package
+    def __init__(self, device: str, package: Path, world: int = WORLD):
+        self.device, self.package, self.world = device, package, world
         self.processes: list = []
 
     def start(self) -> None:
         context, port = multiprocessing.get_context("spawn"), _free_port()
         self.connections = []
-        for rank in range(WORLD):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.device, self.package, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.world, self.device, self.package, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -99,7 +100,7 @@ class Ranks:
         for connection in self.connections:
             with contextlib.suppress(OSError):  # of a process that ended: said below
                 connection.send((check.__module__, check.__name__, arguments))
-        waiting = dict(zip(self.connections, range(WORLD)))
+        waiting = dict(zip(self.connections, range(self.world)))
         while waiting:
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             failure = "" if ready else f"no answer within {TIMEOUT_S} s"

@@ -1,42 +1,100 @@
-"""A row's tokens spread over two processes: DeepSpeed's Ulysses and torch's context parallelism. Attention is theirs, and all else ours."""
+"""A row's tokens spread over processes. DeepSpeed's Ulysses: attention of ours runs between its exchanges, right for whole rows. torch's
+context parallelism: attention is its own, and all else ours."""
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import sys
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from tests.integrations.common import FACTOR, model_on
-from tests.integrations.ranks import WORLD
+from tests.integrations.common import FACTOR, family_on, model_on
+from tests.integrations.parallel import other_on
+from tests.integrations.ranks import Ranks
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close
+from tests.versions import set_checkpointing
 
-LENGTHS = (9, 5, 10)  # of the documents in the row, of which each process has one half
-CLASSIC = "classic"  # transformers' SDPA, by which documents see each other once DeepSpeed has dropped the mask
-BY_POSITIONS = "by positions"
+LENGTHS = (9, 5, 10)  # of the documents in a row: no process of two or four has whole ones
+PART = "attention, between the exchanges of DeepSpeed's Ulysses"
 
 
 def by_positions(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
-    """An attention function that parts documents by position_ids, as FlashAttention's does on a GPU."""
+    """An attention function of a user's own, which parts documents by position_ids, as FlashAttention's does on a GPU."""
     number = (position_ids == 0).cumsum(1)
     seen = (number[:, :, None] == number[:, None]).tril()[:, None]
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
-def whole_row(device):
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    return {"input_ids": random_tokens(1, sum(LENGTHS)).to(device), "position_ids": positions.to(device)}
+def packed(rows=1):
+    """Rows of documents; the second one has them in the other order."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[:: 1 - 2 * row]]) for row in range(rows)])
+    return {"input_ids": random_tokens(rows, sum(LENGTHS)), "position_ids": positions}
+
+
+def plain():
+    """Rows that are a document each."""
+    return {**packed(2), "position_ids": torch.arange(sum(LENGTHS)).expand(2, -1)}
+
+
+def padded():
+    """Two rows with padding, one in front of its tokens and one behind them, of which the last process has nothing else."""
+    mask = torch.ones(2, sum(LENGTHS), dtype=torch.long)
+    mask[0, :7], mask[1, 11:] = 0, 0
+    return {**packed(2), "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+class Case(NamedTuple):
+    """A family, the fixture of its package's folder, changes of its small model, the name of what DeepSpeed is registered around, and what
+    makes the batch."""
+
+    family: str
+    folder: str = "decoders_folder"
+    changes: dict = {}
+    name: str = "sdpa"
+    rows: object = packed
+
+
+ALIKE = {"num_attention_heads": 4, "num_key_value_heads": 4}
+CASES = {
+    "llama": Case("llama"),
+    "llama, rows that are a document each": Case("llama", rows=plain),
+    "llama, a key's head for all": Case("llama", changes={"num_key_value_heads": 1}),
+    "qwen3, by name": Case("qwen3", "package_folder", name="bastile"),
+    "gemma3_text, windows": Case("gemma3_text", changes={"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "mistral, a window, padding": Case("mistral", changes={"sliding_window": 5}, rows=padded),
+    "qwen3, padding, by name": Case("qwen3", "package_folder", name="bastile", rows=padded),
+    "gpt_oss, sinks": Case("gpt_oss", "gpt_oss_folder", name="bastile"),
+    "gemma2, capped": Case("gemma2", name="bastile"),
+}
+
+
+def make(case, device):
+    """A small model of a case's family, as transformers makes it."""
+    if case.family in ("qwen3", "gpt_oss"):
+        return (model_on(device, **case.changes) if case.family == "qwen3" else other_on("gpt_oss", device))
+    return family_on(case.family, device, **case.changes)
+
+
+def on(device, batch):
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def step(model, batch, part, backward=True):
-    """(logits, gradients) of one pass of a part of the row. part: a slice of its tokens."""
-    logits = model(**{name: value[:, part] for name, value in batch.items()}, use_cache=False).logits
-    weights = torch.sin(torch.arange(sum(LENGTHS) * logits.shape[-1], device=logits.device)).view(1, -1, logits.shape[-1])
+    """(logits, gradients) of one pass of a part of the rows. part: a slice of their tokens. Padding counts nothing."""
+    given = {name: value[:, part] if value.dim() == 2 else value for name, value in batch.items()}
+    logits = model(**given, use_cache=False).logits
+    kept = given.get("attention_mask", torch.ones_like(given["input_ids"]))[..., None]
+    logits = torch.where(kept > 0, logits, 0)
+    rows, tokens = batch["input_ids"].shape
+    weights = torch.sin(torch.arange(rows * tokens * logits.shape[-1], device=logits.device)).view(rows, tokens, -1)
     if backward:
         (logits * weights[:, part]).sum().backward()
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if backward}
@@ -69,10 +127,10 @@ def table_put_back():
         ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
 
 
-def register(model):
+def register(here, model, name="sdpa", rows=1, **options):
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sequence_parallel_size=WORLD, micro_batch_size=1)
+    UlyssesSPAttentionHF.register_with_transformers(model, name, sequence_parallel_size=here.world, micro_batch_size=rows, **options)
     return model
 
 
@@ -87,7 +145,7 @@ def prepare(here, model):
     PartialState._reset_state()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=WORLD, sp_handler=handler)
+    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(0, train_micro_batch_size_per_gpu=1))
     try:
         accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism)
@@ -99,36 +157,148 @@ def prepare(here, model):
             del os.environ[name]
 
 
-def check_ulysses(here, core, when, way):
-    """core: the attention function that Ulysses is put around; when: whether a step with attention of ours runs before; way: who registers
-    it."""
-    deepspeed_of(here)
-    device, batch = here.own_device, whole_row(here.own_device)
-    half = sum(LENGTHS) // WORLD
-    part = slice(here.rank * half, (here.rank + 1) * half)
-    everything = torch.ones(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool, device=device).tril()[None, None]
-    alone = batch if core == BY_POSITIONS else {**batch, "attention_mask": everything}
-    expected = step(model_on(device), alone, slice(None))
-    with table_put_back() as table, as_on_a_gpu(here.qwen3):
-        model = here.qwen3.kernelize(model_on(device))
-        if when == "after a step":
-            with torch.no_grad():
-                model(**batch, use_cache=False)
-            assert model.model.config._attn_implementation == "bastile"
-        if core == BY_POSITIONS:
-            table["sdpa"] = by_positions
-        around = register(model) if way == "DeepSpeed" else prepare(here, model)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            logits, gradients = step(around, batch, part, way == "DeepSpeed")  # whose engine has a backward pass of its own
-        assert [str(each.message) for each in said if "Ulysses spreads attention" in str(each.message)]
-        assert model.model.config._attn_implementation == "sdpa"
-        rows = {row.part: row for row in here.qwen3.explain(model).rows}
-        assert "Ulysses spreads attention" in rows["attention"].reason and rows["o_proj"].fused
-    assert_close(logits, expected[0][:, part], torch.float32, "logits", 2 * FACTOR[here.device])
-    for name, gradient in gradients.items():
+def package_of(here, folder):
+    from kernels import get_local_kernel
+
+    return dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
+
+
+def part_of(here):
+    """The tokens of a row that this process has."""
+    share = sum(LENGTHS) // here.world
+    return slice(here.rank * share, (here.rank + 1) * share)
+
+
+def assert_step(here, found, expected, reduce=True):
+    """The logits of this process's tokens, and the sums of the processes' gradients, are those of one process."""
+    assert_close(found[0], expected[0][:, part_of(here)], torch.float32, "logits", 2 * FACTOR[here.device])
+    assert not reduce or found[1].keys() == expected[1].keys()
+    for name, gradient in found[1].items():
         torch.distributed.all_reduce(gradient)
         assert_close(gradient, expected[1][name], torch.float32, name, 4 * FACTOR[here.device])
+
+
+def expected_of(model, batch):
+    """What `step` finds in one process: where rows are packed, of one document after the other (transformers' GPT-OSS would let each see
+    those before it)."""
+    if batch["input_ids"].shape[0] > 1:
+        return step(model, batch, slice(None))
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    found = [step(model, batch, slice(end - length, end)) for end, length in zip(ends, LENGTHS)]
+    return torch.cat([logits for logits, _ in found], 1), found[-1][1]
+
+
+def check_ulysses(here, folder, case, order, checkpointing=None, keep_attention=False):
+    """order: whether DeepSpeed is registered before the model is kernelized, after it, or after a step."""
+    deepspeed_of(here)
+    here = package_of(here, folder)
+    device, batch = here.own_device, on(here.own_device, case.rows())
+    rows = batch["input_ids"].shape[0]
+    expected = expected_of(make(case, device), batch)
+    model = make(case, device)
+    if case.name == "bastile":
+        here.qwen3.apply(attention=False)  # which makes that a choice
+        model.set_attn_implementation("bastile")
+    with table_put_back() as table, as_on_a_gpu(here.qwen3):
+        if order == "before":
+            register(here, model, case.name, rows)
+        here.qwen3.kernelize(model, keep_attention=keep_attention)
+        if order == "after a step":
+            with torch.no_grad():
+                model(**batch, use_cache=False)
+        if order != "before":
+            register(here, model, case.name, rows)
+        if checkpointing is not None:
+            set_checkpointing(model, use_reentrant=checkpointing)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = step(model, batch, part_of(here))
+        assert model.model.config._attn_implementation == "bastile"
+        explained = {row.part: row for row in here.qwen3.explain(model).rows}
+        assert explained[PART].fused and "attention" not in explained
+        assert any(row.fused for part, row in explained.items() if part in ("o_proj", "decoder layer")), explained
+        here.qwen3.reset()
+        assert table._local_mapping[case.name].__module__.startswith("deepspeed.")
+    assert_step(here, found, expected)
+
+
+def check_bounds(here):
+    """cu_seq_lens_q are those of whole rows; what contradicts them is refused."""
+    deepspeed_of(here)
+    device, batch = here.own_device, on(here.own_device, packed())
+    expected = expected_of(model_on(device), batch)
+    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        model = register(here, here.qwen3.kernelize(model_on(device)))
+        assert_step(here, step(model, {**batch, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, part_of(here)), expected)
+        with pytest.raises(ValueError, match="start documents at different tokens"):
+            step(model, {**batch, "cu_seq_lens_q": bounds[[0, 2, 3]]}, part_of(here))
+        with pytest.raises(ValueError, match="position_ids are missing"):
+            step(model, {"input_ids": batch["input_ids"]}, part_of(here))
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, 4] = 0  # within the first document
+        with pytest.raises(ValueError, match="padding within a document"):
+            step(model, {**batch, "attention_mask": mask}, part_of(here))
+
+
+def check_evaluation(here):
+    """With disable_in_eval, which is how accelerate registers it, each process evaluates rows of its own."""
+    deepspeed_of(here)
+    device, batch = here.own_device, on(here.own_device, padded())
+    expected = step(model_on(device).eval(), batch, slice(None), False)[0]
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        model = register(here, here.qwen3.kernelize(model_on(device).eval()), rows=2, disable_in_eval=True)
+        assert_close(step(model, batch, slice(None), False)[0], expected, torch.float32, "logits", 2 * FACTOR[here.device])
+
+
+def check_left_to_deepspeed(here, folder):
+    """A function of the user's own under Ulysses is called; delta nets and dropout keep attention from being ours, and that is said."""
+    deepspeed_of(here)
+    device, batch = here.own_device, on(here.own_device, packed())
+    expected = expected_of(model_on(device), batch)
+    with table_put_back() as table, as_on_a_gpu(here.qwen3):
+        table["sdpa"] = by_positions
+        model = register(here, here.qwen3.kernelize(model_on(device)))
+        assert_step(here, step(model, batch, part_of(here)), expected)
+        assert model.model.config._attn_implementation == "sdpa"
+        reasons = {row.part: row.reason for row in here.qwen3.explain(model).rows}
+        assert "by_positions" in reasons["attention"] and PART not in reasons
+    with table_put_back(), as_on_a_gpu(here.qwen3), pytest.warns(RuntimeWarning, match="with dropout"):
+        model = here.qwen3.kernelize(model_on(device, attention_dropout=0.5))
+        step(register(here, model), batch, part_of(here))
+    here = package_of(here, folder)
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        model = register(here, here.qwen3.kernelize(other_on("qwen3_5", device)))
+        with pytest.warns(RuntimeWarning, match="layers of kind linear_attention"):
+            step(model, batch, part_of(here), False)
+        assert model.model.config._attn_implementation == "sdpa"
+        assert "linear_attention" in {row.part: row.reason for row in here.qwen3.explain(model).rows}["attention"]
+        model.set_attn_implementation("bastile")
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        register(here, model, "bastile")
+        with pytest.raises(ValueError, match="around attn_implementation='bastile', which this model cannot have"):
+            step(model, batch, part_of(here), False)
+
+
+def check_accelerate(here):
+    """accelerate's `sp_size`: its engine, with the loss of each process's labels, which are shifted in whole rows."""
+    deepspeed_of(here)
+    device, batch = here.own_device, on(here.own_device, packed())
+    labels = torch.nn.functional.pad(batch["input_ids"], (0, 1), value=-100)[:, 1:].clone()
+    labels[:, : sum(LENGTHS) // here.world] = -100  # the first process has a prompt and nothing to learn
+    whole = model_on(device)
+    total = int((labels != -100).sum())
+    whole(**batch, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        model = here.qwen3.kernelize(model_on(device))
+        engine, part = prepare(here, model), part_of(here)
+        given = {name: value[:, part] for name, value in {**batch, "labels": labels, "shift_labels": labels}.items()}
+        loss = engine(**given, use_cache=False, num_items_in_batch=total).loss
+        assert model.model.config._attn_implementation == "bastile"
+        engine.backward(loss)  # whose gradients are sums over the processes of a row
+        full = importlib.import_module("deepspeed.utils").safe_get_full_grad
+        for name, parameter in model.named_parameters():
+            assert_close(full(parameter), whole.get_parameter(name).grad, torch.float32, name, 4 * FACTOR[here.device])
 
 
 def check_context_parallel(here):
@@ -156,14 +326,61 @@ def check_context_parallel(here):
             assert model.model.config._attn_implementation == "bastile"
 
 
-@pytest.mark.parametrize("when", ("before a step", "after a step"))
-@pytest.mark.parametrize("core", (CLASSIC, BY_POSITIONS))
-def test_ulysses(ranks, core, when):
-    ranks.run(check_ulysses, core, when, "DeepSpeed")
+ORDERS = pytest.mark.parametrize("order", ("before", "after", "after a step"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(device_type, package_folder):
+    found = Ranks(device_type, package_folder, 4)
+    yield found
+    found.close()
+
+
+def run(request, ranks, case, *arguments):
+    ranks.run(check_ulysses, request.getfixturevalue(CASES[case].folder), CASES[case], *arguments)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ulysses(request, ranks, case):
+    run(request, ranks, case, "after")
+
+
+@ORDERS
+@pytest.mark.parametrize("case", ("llama", "qwen3, by name"))
+def test_ulysses_in_any_order(request, ranks, case, order):
+    run(request, ranks, case, order)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("case", ("gemma3_text, windows", "gpt_oss, sinks"))
+def test_ulysses_with_checkpoints(request, ranks, case, reentrant):
+    run(request, ranks, case, "after", reentrant)
+
+
+def test_ulysses_keeps_attention_of_checkpoints(request, ranks):
+    run(request, ranks, "llama", "after", False, True)
+
+
+@pytest.mark.parametrize("case", ("llama, a key's head for all", "mistral, a window, padding", "gpt_oss, sinks"))
+def test_ulysses_over_four(request, four_ranks, case):
+    """Of GPT-OSS and Mistral, each head of keys is in two processes."""
+    run(request, four_ranks, case, "after")
+
+
+def test_ulysses_with_bounds(ranks):
+    ranks.run(check_bounds)
+
+
+def test_ulysses_while_evaluating(ranks):
+    ranks.run(check_evaluation)
+
+
+def test_ulysses_around_what_is_not_ours(ranks, qwen3_5_folder):
+    ranks.run(check_left_to_deepspeed, qwen3_5_folder)
 
 
 def test_ulysses_by_accelerate(ranks):
-    ranks.run(check_ulysses, CLASSIC, "after a step", "accelerate")
+    ranks.run(check_accelerate)
 
 
 def test_context_parallel(ranks):

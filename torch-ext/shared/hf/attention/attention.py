@@ -4,8 +4,6 @@ What no plan can say (padding between tokens, overlays of other models, keys of 
 SDPA, or to the model's own eager attention where there are sinks, with the mask that transformers makes for these.
 """
 
-import sys
-
 import torch
 
 from ...ops.attention import attention, takes_dtype, takes_heads
@@ -13,26 +11,28 @@ from ...ops.common import autocasts
 from ...runtime.device import kernels_run_on
 from ..parts.modules import beside_class
 from ..parts.weights import is_plain
-from .defaults import is_eager
+from .defaults import exchange_of, exchanges, is_around_ours, is_eager, sdpa_of_transformers
+from .exchange import attend_in_whole_rows
 from .masks import Visible, is_visible
 
 
-def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
-    """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
+def _says(q, k, v, sinks, dropout, kwargs) -> bool:
+    """True where `attention` does what these arguments ask for."""
     asked = any(kwargs.get(name) is not None for name in ("position_bias", "cache")) or kwargs.get("output_attentions")
-    capped = kwargs.get("softcap") is not None
     if sinks is not None and not is_plain(sinks):  # sharded
         return False
     if dropout or asked or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         return False
-    if autocasts(q.device):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    else:
-        dtype = q.dtype
-        if not q.dtype == k.dtype == v.dtype:
-            return False
+    return autocasts(q.device) or q.dtype == k.dtype == v.dtype
+
+
+def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
+    """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
+    if not _says(q, k, v, sinks, dropout, kwargs):
+        return False
     if q.device.type == "cpu":
         return True
+    dtype, capped = torch.get_autocast_dtype(q.device.type) if autocasts(q.device) else q.dtype, kwargs.get("softcap") is not None
     fits = q.is_cuda and takes_dtype(dtype, capped) and takes_heads(q.shape[3], sinks is not None, capped)
     return fits and (torch.compiler.is_compiling() or kernels_run_on(q, k, v))
 
@@ -42,13 +42,21 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     [heads]. Returns ([batch, tokens, heads, head_dim], None).
 
     Documents are those of cu_seq_lens_q, if the caller gave it; else those that transformers found in position_ids for the mask; where
-    there are sinks, which no mask of transformers' can part, also those that start where position_ids do not go on.
+    there are sinks, which no mask of transformers' can part, also those that start where position_ids do not go on. Where DeepSpeed's
+    Ulysses is in force, `attend_in_whole_rows` runs.
     """
     visible = attention_mask
     if not isinstance(visible, Visible):
         if is_visible(visible):  # of another loaded package, which has the kernels for it
             return visible.attend(module, query, key, value, visible, scaling, dropout, s_aux, **kwargs)
+        config = getattr(module, "config", None)
+        if config is not None and is_around_ours(config) and (torch.compiler.is_compiling() or exchanges(exchange_of(config), module)):
+            why = "inside torch.compile, or with a mask of one's own"
+            raise ValueError(f'DeepSpeed has dropped the mask that attention of Bastile needs, {why}. Register "sdpa" with it')
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
+    if exchanges(visible.exchange, module):
+        said = _says(query, key, value, s_aux, dropout, kwargs)
+        return attend_in_whole_rows(visible, module, query, key, value, scaling, dropout, s_aux, kwargs, said)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
     if usable and _takes(query, key, value, s_aux, dropout, kwargs):
@@ -90,8 +98,7 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
             kwargs = {**kwargs, "is_causal": True}
         mask = None if needless else mask.mask(kind, query.dtype, query.device)
     if kind == "sdpa":
-        function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_of_transformers()(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)
     function = beside_class(module, "eager_attention_forward")

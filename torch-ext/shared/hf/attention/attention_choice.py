@@ -31,12 +31,13 @@ from .defaults import (
     MASKING,
     STORED,
     are_defaults_own,
+    exchange_of,
+    give_exchange_back,
+    is_around_ours,
     look_up,
     mask_makers,
-    said_of_spread,
-    spread_by,
-    why_not_own_defaults,
 )
+from .exchange import why_left, why_spread
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
@@ -73,6 +74,7 @@ def unregister_attention(modules: Iterable = ()) -> None:
     """Takes this package's implementation back. Leaves another package's registration, or ours if one of the
     modules still names it."""
     asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
+    give_exchange_back()
     for interface, _ in _interfaces():
         withdraw(interface, OFFERED, ATTENTION, __name__, lambda: asked)
 
@@ -96,7 +98,7 @@ def why_no_kernel(module) -> Optional[Reason]:
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
     kept = name_that_is_kept(module) or vars(module).get(WITHOUT)
-    replaced = None if kept else why_not_own_defaults(config)
+    replaced = None if kept else why_left(config)
     if replaced is not None:
         return replaced
     if _has_kernels(config):
@@ -105,6 +107,11 @@ def why_no_kernel(module) -> Optional[Reason]:
     if caps_scores(config):
         return Reason("shape", f"{text} whose scores are capped, so attention is transformers' eager one")
     return Reason("shape", f"{text}, so windows, documents and padding are a mask of SDPA's")
+
+
+def runs_between_exchanges(module) -> bool:
+    """Tells whether the last step of a decoder ran attention of ours between the exchanges of DeepSpeed's Ulysses."""
+    return type(module) in _decoders and module.config._attn_implementation == ATTENTION and exchange_of(module.config) is not None
 
 
 # ---------------------------------------------------------------- choosing it
@@ -248,7 +255,7 @@ def choose_attention(model) -> None:
     one that was asked for by name, and one where a function of the user's or a library's replaces transformers' own. Where a part
     of it may not know what ours hands it for a mask, or attention is spread over processes, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
-    named, spread = vars(state.config).get(STORED), spread_by(state.config)
+    named, spread = vars(state.config).get(STORED), why_spread(state.config)
     asked = NAMED in described or described.get(WITHOUT) or named != state.default
     if asked or not (spread or are_defaults_own(state.config)):
         state.on = False
@@ -258,7 +265,9 @@ def choose_attention(model) -> None:
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
     why_not = ""
     if state.on or named == ATTENTION:
-        why_not = said_of_spread(spread) if spread else _said_of(_untold(model, state))
+        why_not = spread or _said_of(_untold(model, state))
+    if why_not and is_around_ours(state.config):
+        raise ValueError(f"DeepSpeed's Ulysses is around attn_implementation={ATTENTION!r}, which this model cannot have: {why_not}")
     if why_not and named == ATTENTION and not state.off:
         warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {why_not}", RuntimeWarning, stacklevel=2)
     elif spread and state.on and spread not in _spread:

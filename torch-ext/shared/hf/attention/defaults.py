@@ -2,7 +2,7 @@
 up by name when they are called. Only then may ours take its place.
 
 A user may have put another function there. SageAttention's users put it into torch.nn.functional, as torch's `context_parallel` does with
-its own, and DeepSpeed's Ulysses stands in the table of attention functions.
+its own. DeepSpeed's Ulysses stands in the table of attention functions, around the one that was there: ours may take that one's place.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from ..parts.explanation import Reason
 from ..parts.modules import SAVED, is_transformers_own
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
+AROUND_OURS = "bastile/ulysses"  # the name of what DeepSpeed has registered around it, once `exchange_of` has found it
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
 MASKING = "transformers.masking_utils"
 MODELING = "transformers.modeling_utils"
@@ -87,7 +88,9 @@ def _function(module: str, table: str, name: str, home: str, defined: str):
     if not table:
         return getattr(holder, name, None)
     entries = getattr(holder, table)
-    return entries._local_mapping.get(name) or entries._global_mapping.get(name) or getattr(holder, defined, None)
+    found = entries._local_mapping.get(name) or entries._global_mapping.get(name) or getattr(holder, defined, None)
+    exchange = exchange_in(found)
+    return found if exchange is None else exchange.attn
 
 
 def _is_own(function, module: str, table: str, name: str, home: str, defined: str) -> bool:
@@ -127,9 +130,7 @@ def are_defaults_own(config) -> bool:
 
 
 def why_not_own_defaults(config) -> Optional[Reason]:
-    """Why `are_defaults_own` is False; None where it is True."""
-    if spread_by(config):
-        return Reason("parallel", said_of_spread(spread_by(config)))
+    """Which function keeps `are_defaults_own` from being True; None where none does."""
     for place in map(Place._make, _places_of(config)):
         function = _function(*place)
         if not _is_own(function, *place):
@@ -138,11 +139,63 @@ def why_not_own_defaults(config) -> Optional[Reason]:
     return None
 
 
+def exchange_in(function) -> Any:
+    """DeepSpeed's Ulysses (its `UlyssesSPAttentionHF`, whose `attn` runs between two exchanges) in an attention function that it has
+    registered; None in any other function, and while a graph is traced."""
+    if torch.compiler.is_compiling() or not (getattr(function, "__module__", None) or "").startswith("deepspeed."):
+        return None
+    held = (cell.cell_contents for cell in function.__closure__ or ())
+    return next((each for each in held if hasattr(each, "attn") and hasattr(each, "process_group")), None)
+
+
+def exchange_of(config) -> Any:
+    """DeepSpeed's Ulysses that is registered for the implementation which a configuration of the user's names, None where there is none.
+
+    What DeepSpeed has put in the place of ours would drop the masks before ours saw them, so it gets a name of its own in the table.
+    """
+    if config is None or torch.compiler.is_compiling():
+        return None
+    entries, named = sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS._local_mapping, look_up(config, "__dict__").get(STORED)
+    if named != ATTENTION:
+        return exchange_in(entries.get(named))
+    if exchange_in(entries.get(ATTENTION)) is not None:
+        entries[AROUND_OURS] = entries.pop(ATTENTION)
+    return exchange_in(entries.get(AROUND_OURS)) or exchange_in(entries.get("sdpa"))
+
+
+def exchanges(exchange, module) -> bool:
+    """Tells whether a module's call exchanges. exchange: of `exchange_of`, which Trainer switches off where its model is evaluated."""
+    return exchange is not None and (module.training or not getattr(exchange, "disable_in_eval", False))
+
+
+def sdpa_of_transformers():
+    """The function under SDPA's name in transformers' table, without DeepSpeed's exchanges around it."""
+    found = sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS["sdpa"]
+    exchange = exchange_in(found)
+    return found if exchange is None else exchange.attn
+
+
+def is_around_ours(config) -> bool:
+    """Tells whether DeepSpeed's Ulysses was registered around our implementation by its name, for a configuration that asks for that."""
+    entries = sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS._local_mapping
+    named = look_up(config, "__dict__").get(STORED) == ATTENTION
+    return named and bool(_library(entries.get(ATTENTION) or entries.get(AROUND_OURS)))
+
+
+def give_exchange_back() -> None:
+    """Undoes what `exchange_of` does to transformers' table."""
+    entries = sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS._local_mapping if MODELING in sys.modules else {}
+    if AROUND_OURS in entries:
+        entries[ATTENTION] = entries.pop(AROUND_OURS)
+
+
 def spread_by(config) -> str:
-    """Who spreads a decoder's attention over processes; "" for nobody."""
-    table = getattr(sys.modules[_makers_of(config)[0] or MODELING], FUNCTIONS)
-    functions = table._local_mapping.get("sdpa"), torch.nn.functional.scaled_dot_product_attention
-    return "".join([_library(function) for function in functions])
+    """Who spreads a decoder's attention over processes, with no place for ours; "" for nobody."""
+    entries = getattr(sys.modules[_makers_of(config)[0] or MODELING], FUNCTIONS)._local_mapping
+    named = look_up(config, "__dict__").get(STORED) == ATTENTION
+    names = () if exchange_of(config) is not None else ("sdpa", ATTENTION, AROUND_OURS) if named else ("sdpa",)
+    found = [_library(function) for function in (*map(entries.get, names), torch.nn.functional.scaled_dot_product_attention)]
+    return next(filter(None, found), "")
 
 
 @constant_when_traced
@@ -150,8 +203,3 @@ def _library(function) -> str:
     """Which of those that spread attention over processes a function belongs to; "" for none."""
     module = getattr(function, "__module__", None) or ""
     return next((name for begins, name in PARALLEL.items() if module.startswith(begins)), "")
-
-
-def said_of_spread(by: str) -> str:
-    """Says why attention is not ours where `spread_by` names somebody."""
-    return f"{by} spreads attention over processes, and attention of ours would see one process's tokens alone"

@@ -13,7 +13,7 @@ import torch
 from ...ops.attention import AttentionPlan
 from ...runtime.device import is_ordinary
 from ..parts.modules import SAVED
-from .defaults import MASKING, are_defaults_own, is_eager, names_in_forward
+from .defaults import MASKING, are_defaults_own, exchange_of, is_eager, names_in_forward
 
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
@@ -87,7 +87,8 @@ class Visible:
 
     arguments: of the mask function. rule: of `rule_of`, None where no plan can say it. padding: [batch, tokens] bool, or None where no
     token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says. documents: of
-    `documents_in`, which the rule and the mask function say nothing of; None for none.
+    `documents_in`, which the rule and the mask function say nothing of; None for none. said: the rule, also where a plan of these rows
+    alone cannot say it; exchange: of `exchange_of`; whole: the position_ids of this process and the plan of whole rows, once it is made.
     """
 
     attend: Callable[..., Any]  # the attention function of this package (attention.py)
@@ -101,6 +102,8 @@ class Visible:
         documents: Optional[torch.Tensor] = None,
     ):
         self.arguments, self.rule, self.padding, self.positions, self.documents = arguments, rule, padding, positions, documents
+        self.said, self.exchange = rule, exchange_of(arguments.get("config"))
+        self.whole: Optional[Tuple[torch.Tensor, Optional[AttentionPlan]]] = None
         self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
         self._plans: dict = {}
         self._masks: dict = {}
@@ -191,6 +194,7 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     rule = padding = None
     if not kwargs.get("use_vmap") and kv_length >= q_length and q_offset == 0 and kv_offset == 0:
         rule = rule_of(arguments["mask_function"])
+    said = rule
     if rule is not None and attention_mask is not None:
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
@@ -199,7 +203,9 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         seeing = kind == BESIDE or (kind == BEFORE and caps_scores(config))
         unknown = kind == BETWEEN or (seeing and is_chosen(config))
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
-    return Visible(arguments, rule, padding)
+    visible = Visible(arguments, rule, padding)
+    visible.said = said
+    return visible
 
 
 def caps_scores(config) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from ...runtime.device import PLAIN, is_ordinary
 from ..attention.attention import documents_of
+from ..attention.defaults import exchanges
 from ..attention.masks import Visible
 from ..family.arguments import CACHE
 from ..layer.products import products_of
@@ -58,6 +59,8 @@ def described(layer, x, kwargs):
             key += (name, value)
             continue
         if type(value) is Visible:
+            if exchanges(value.exchange, layer):
+                return None, (), Reason("parallel", "DeepSpeed's Ulysses exchanges tokens for heads in each layer, which no graph records")
             if value.rule is None:
                 text = "there is padding between the tokens of a row, or another mask for which the attention has no plan"
                 return None, (), Reason("call", text)

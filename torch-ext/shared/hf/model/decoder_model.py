@@ -6,7 +6,7 @@ from ...ops.common import constant_when_traced
 from ...ops.embedding import traced_embedding
 from ...runtime.device import is_ordinary
 from ..attention.attention_choice import choose_attention
-from ..attention.defaults import ATTENTION, are_defaults_own
+from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of, exchanges
 from ..attention.masks import (
     TRACEABLE,
     WINDOWS,
@@ -40,23 +40,28 @@ def _with_documents(model, kwargs, told: bool):
     cannot wait, and masks as if there were several.
     """
     config, given = model.config, given_tokens(kwargs)
+    ours = config._attn_implementation == ATTENTION
+    spread = ours and exchanges(exchange_of(config), model)  # the documents of whole rows are known to attention alone
+    if spread and kwargs.get("position_ids") is None:
+        text = "position_ids are missing, and this process has a part of each row. Pass those of its tokens in their documents"
+        raise ValueError(f"{text}, [rows, tokens]")
     compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     without_masks = compiled and config._attn_implementation == "sdpa"
-    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE or not are_defaults_own(config):
+    if not (without_masks or ours) or type(config) not in TRACEABLE or not are_defaults_own(config):
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs
     if not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
     documents, bounds = None, [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
-    if bounds and type(bounds[-1]) is not dict:  # by kind of layer: continuous batching's, whose keys are pages
+    if bounds and not spread and type(bounds[-1]) is not dict:  # by kind of layer: continuous batching's, whose keys are pages
         if torch.compiler.is_compiling() or any(isinstance(each, torch.Tensor) and not is_ordinary(each) for each in bounds):
             return kwargs
         documents, more = spans_in_bounds(given.shape[:2], kwargs)
         kwargs = {**kwargs, **more}
     if kwargs.get("attention_mask") is not None or kwargs.get(CACHE) is not None:
         return kwargs
-    positions = kwargs.get("position_ids") if documents is None else None
+    positions = kwargs.get("position_ids") if documents is None and not spread else None
     if positions is not None and (not told or torch.compiler.is_compiling() or not _says_documents(positions, given)):
         return kwargs
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]

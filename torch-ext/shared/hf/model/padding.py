@@ -23,7 +23,7 @@ from torch import nn
 from ...ops.attention import takes_dtype, takes_heads
 from ...ops.common import autocasts
 from ..attention.attention_choice import choose_attention, head_dim_of
-from ..attention.defaults import ATTENTION, are_defaults_own
+from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of
 from ..attention.masks import (
     BEFORE,
     BESIDE,
@@ -149,7 +149,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
     if is_marked(own_forward(decoder)):
         choose_attention(decoder)  # which it does itself, after this first look at its configuration
     config = decoder.config
-    if config._attn_implementation != ATTENTION or not are_defaults_own(config):
+    if config._attn_implementation != ATTENTION or not are_defaults_own(config) or exchange_of(config) is not None:
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache

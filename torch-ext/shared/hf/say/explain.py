@@ -6,7 +6,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ...ops.common import side_by_side
-from ..attention.attention_choice import name_that_is_kept, why_no_kernel
+from ..attention.attention_choice import name_that_is_kept, runs_between_exchanges, why_no_kernel
 from ..capture.capture import captured_passes, captured_sizes
 from ..family import ownership
 from ..model import trl
@@ -93,6 +93,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
     for attention in filter(None, map(why_no_kernel, model.modules())):
         found["attention", attention] += 1
+    spread = sum(map(runs_between_exchanges, model.modules()))
+    if spread:
+        found["attention, between the exchanges of DeepSpeed's Ulysses", None] += spread
     if trl.is_imported():
         found[trl.PART, trl.why_not(model)] += 1
     for operation, (why, count) in left.items():
