@@ -1,3 +1,3 @@
-"""Two processes on the CPU, with gloo, that share a row of tokens."""
+"""Two and four processes on the CPU, with gloo, that share a row of tokens."""
 
 from tests.integrations.sequence_parallel import *  # noqa: F403

@@ -62,7 +62,6 @@ class Case(NamedTuple):
     rows: object = packed
 
 
-ALIKE = {"num_attention_heads": 4, "num_key_value_heads": 4}
 CASES = {
     "llama": Case("llama"),
     "llama, rows that are a document each": Case("llama", rows=plain),
@@ -134,7 +133,7 @@ def register(here, model, name="sdpa", rows=1, **options):
     return model
 
 
-def prepare(here, model):
+def prepare(here, model, name):
     """accelerate's `sp_size`, which registers the same and wraps the model."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -145,6 +144,7 @@ def prepare(here, model):
     PartialState._reset_state()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    handler.sp_attn_implementation = name  # of which its check knows nothing
     parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(0, train_micro_batch_size_per_gpu=1))
     try:
@@ -280,7 +280,7 @@ def check_left_to_deepspeed(here, folder):
             step(model, batch, part_of(here), False)
 
 
-def check_accelerate(here):
+def check_accelerate(here, name):
     """accelerate's `sp_size`: its engine, with the loss of each process's labels, which are shifted in whole rows."""
     deepspeed_of(here)
     device, batch = here.own_device, on(here.own_device, packed())
@@ -291,7 +291,8 @@ def check_accelerate(here):
     whole(**batch, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
     with table_put_back(), as_on_a_gpu(here.qwen3):
         model = here.qwen3.kernelize(model_on(device))
-        engine, part = prepare(here, model), part_of(here)
+        model.set_attn_implementation(name) if name == "bastile" else None
+        engine, part = prepare(here, model, name), part_of(here)
         given = {name: value[:, part] for name, value in {**batch, "labels": labels, "shift_labels": labels}.items()}
         loss = engine(**given, use_cache=False, num_items_in_batch=total).loss
         assert model.model.config._attn_implementation == "bastile"
@@ -299,6 +300,87 @@ def check_accelerate(here):
         full = importlib.import_module("deepspeed.utils").safe_get_full_grad
         for name, parameter in model.named_parameters():
             assert_close(full(parameter), whole.get_parameter(name).grad, torch.float32, name, 4 * FACTOR[here.device])
+
+
+def check_bf16(here):
+    """bf16, which the kernels take on a GPU: beside attention of ours in one process, no farther from it than rounding."""
+    deepspeed_of(here)
+    device, lengths = here.own_device, [40 * n for n in LENGTHS]
+    batch = {"input_ids": random_tokens(1, sum(lengths)), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    batch, share = on(device, batch), sum(lengths) // here.world
+    part = slice(here.rank * share, (here.rank + 1) * share)
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        expected = step(here.qwen3.kernelize(model_on(device, torch.bfloat16)), batch, slice(None))
+        found = step(register(here, here.qwen3.kernelize(model_on(device, torch.bfloat16))), batch, part)
+    assert_close(found[0], expected[0][:, part], torch.bfloat16, "logits", 2)
+    for name, gradient in found[1].items():
+        summed = gradient.float()
+        torch.distributed.all_reduce(summed)
+        assert_close(summed.to(gradient.dtype), expected[1][name], torch.bfloat16, name, 4)
+
+
+def check_compiled(here):
+    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
+    deepspeed_of(here)
+    device, batch = here.own_device, on(here.own_device, packed())
+    for name in ("sdpa", "bastile"):
+        with table_put_back(), as_on_a_gpu(here.qwen3):
+            torch._dynamo.reset()
+            model = here.qwen3.kernelize(model_on(device))
+            if name == "bastile":
+                model.set_attn_implementation(name)
+            compiled = torch.compile(register(here, model, name), backend="eager")
+            if name == "bastile":
+                with pytest.raises(ValueError, match="DeepSpeed"):
+                    step(compiled, batch, part_of(here), False)
+            else:
+                with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
+                    step(compiled, batch, part_of(here), False)
+
+
+class Collated:
+    """Packed rows as the batches of a DataLoader, each with the labels of its tokens."""
+
+    def __call__(self, rows):
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
+
+
+def check_trainer(here, folder):
+    """Steps of Trainer with `sp_size`, beside those without us with an attention function that parts documents."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    deepspeed_of(here)
+    batch = packed(2)
+    rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+
+    def trained(model):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+        parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=1, max_steps=2, remove_unused_columns=False, report_to=[], save_strategy="no",
+            use_cpu=here.device == "cpu", deepspeed=config_of(0, train_micro_batch_size_per_gpu=1), parallelism_config=parallelism,
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1), None
+        Trainer(model, arguments, Collated(), rows, optimizers=optimizer).train()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    before = {name: parameter.detach().clone() for name, parameter in model_on(here.own_device).named_parameters()}
+    with table_put_back() as table:
+        table["sdpa"] = by_positions
+        expected = trained(model_on(here.own_device))
+    with table_put_back(), as_on_a_gpu(here.qwen3):
+        model = here.qwen3.kernelize(model_on(here.own_device))
+        found = trained(model)
+        assert model.model.config._attn_implementation == "bastile"
+    for name, parameter in found.items():
+        assert_close(parameter - before[name], expected[name] - before[name], torch.float32, name, 40 * FACTOR[here.device])
 
 
 def check_context_parallel(here):
@@ -331,6 +413,8 @@ ORDERS = pytest.mark.parametrize("order", ("before", "after", "after a step"))
 
 @pytest.fixture(scope="module")
 def four_ranks(device_type, package_folder):
+    if device_type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("fewer than 4 GPUs")
     found = Ranks(device_type, package_folder, 4)
     yield found
     found.close()
@@ -340,6 +424,7 @@ def run(request, ranks, case, *arguments):
     ranks.run(check_ulysses, request.getfixturevalue(CASES[case].folder), CASES[case], *arguments)
 
 
+@pytest.mark.integration("DeepSpeed: a row over several processes (Ulysses), packed and padded, with windows, sinks and capped scores")
 @pytest.mark.parametrize("case", CASES)
 def test_ulysses(request, ranks, case):
     run(request, ranks, case, "after")
@@ -361,10 +446,15 @@ def test_ulysses_keeps_attention_of_checkpoints(request, ranks):
     run(request, ranks, "llama", "after", False, True)
 
 
+@pytest.mark.integration("DeepSpeed: a row over four processes", on="cpu")
 @pytest.mark.parametrize("case", ("llama, a key's head for all", "mistral, a window, padding", "gpt_oss, sinks"))
 def test_ulysses_over_four(request, four_ranks, case):
     """Of GPT-OSS and Mistral, each head of keys is in two processes."""
     run(request, four_ranks, case, "after")
+
+
+def test_ulysses_in_bf16(ranks):
+    ranks.run(check_bf16)
 
 
 def test_ulysses_with_bounds(ranks):
@@ -379,8 +469,19 @@ def test_ulysses_around_what_is_not_ours(ranks, qwen3_5_folder):
     ranks.run(check_left_to_deepspeed, qwen3_5_folder)
 
 
-def test_ulysses_by_accelerate(ranks):
-    ranks.run(check_accelerate)
+@pytest.mark.integration("accelerate: a row over several processes (sp_size)")
+@pytest.mark.parametrize("name", ("sdpa", "bastile"))
+def test_ulysses_by_accelerate(ranks, name):
+    ranks.run(check_accelerate, name)
+
+
+@pytest.mark.integration("Trainer: a packed row over several processes (sp_size)")
+def test_ulysses_by_trainer(ranks, tmp_path):
+    ranks.run(check_trainer, str(tmp_path))
+
+
+def test_ulysses_compiled(ranks):
+    ranks.run(check_compiled)
 
 
 def test_context_parallel(ranks):

@@ -89,7 +89,7 @@ def _function(module: str, table: str, name: str, home: str, defined: str):
         return getattr(holder, name, None)
     entries = getattr(holder, table)
     found = entries._local_mapping.get(name) or entries._global_mapping.get(name) or getattr(holder, defined, None)
-    exchange = exchange_in(found)
+    exchange = None if torch.compiler.is_compiling() else exchange_in(found)
     return found if exchange is None else exchange.attn
 
 
@@ -141,8 +141,8 @@ def why_not_own_defaults(config) -> Optional[Reason]:
 
 def exchange_in(function) -> Any:
     """DeepSpeed's Ulysses (its `UlyssesSPAttentionHF`, whose `attn` runs between two exchanges) in an attention function that it has
-    registered; None in any other function, and while a graph is traced."""
-    if torch.compiler.is_compiling() or not (getattr(function, "__module__", None) or "").startswith("deepspeed."):
+    registered; None in any other function."""
+    if not (getattr(function, "__module__", None) or "").startswith("deepspeed."):
         return None
     held = (cell.cell_contents for cell in function.__closure__ or ())
     return next((each for each in held if hasattr(each, "attn") and hasattr(each, "process_group")), None)
@@ -151,7 +151,7 @@ def exchange_in(function) -> Any:
 def exchange_of(config) -> Any:
     """DeepSpeed's Ulysses that is registered for the implementation which a configuration of the user's names, None where there is none.
 
-    What DeepSpeed has put in the place of ours would drop the masks before ours saw them, so it gets a name of its own in the table.
+    DeepSpeed's function around ours would drop the masks before ours saw them, so it gets a name of its own in the table.
     """
     if config is None or torch.compiler.is_compiling():
         return None
@@ -171,7 +171,7 @@ def exchanges(exchange, module) -> bool:
 def sdpa_of_transformers():
     """The function under SDPA's name in transformers' table, without DeepSpeed's exchanges around it."""
     found = sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS["sdpa"]
-    exchange = exchange_in(found)
+    exchange = None if torch.compiler.is_compiling() else exchange_in(found)
     return found if exchange is None else exchange.attn
 
 

@@ -12,8 +12,20 @@ import torch
 import torch.distributed as dist
 
 from ...ops.attention import AttentionPlan, attention
+from ...ops.common import constant_when_traced
 from ..parts.explanation import Reason
-from .defaults import ATTENTION, MASKING, STORED, exchange_of, look_up, sdpa_of_transformers, spread_by, why_not_own_defaults
+from .defaults import (
+    ATTENTION,
+    MASKING,
+    MODELING,
+    STORED,
+    exchange_in,
+    exchange_of,
+    look_up,
+    sdpa_of_transformers,
+    spread_by,
+    why_not_own_defaults,
+)
 from .masks import WINDOWS, Visible, documents_in, kinds_of_layers
 from .row_documents import spans_in_bounds
 
@@ -35,6 +47,15 @@ def why_left(config) -> Optional[Reason]:
     """Why a decoder's attention is left to transformers: it is spread, or a function of it was replaced. None where neither is so."""
     spread = why_spread(config)
     return Reason("parallel", spread) if spread else why_not_own_defaults(config)
+
+
+@constant_when_traced
+def warn_of_graphs() -> None:
+    """Says once that a graph of torch.compile, which is being traced, has no attention of ours between DeepSpeed's exchanges."""
+    text = "under torch.compile attention between the exchanges of DeepSpeed's Ulysses is the function that it was registered around"
+    if exchange_in(sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS.get("sdpa")) is not None and text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"{text}: SDPA lets packed documents see each other. Leave torch.compile out", RuntimeWarning, stacklevel=2)
 
 
 def attend_in_whole_rows(visible: Visible, module, query, key, value, scaling, dropout, sinks, kwargs: Dict[str, Any], said: bool):

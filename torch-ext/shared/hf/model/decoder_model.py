@@ -7,6 +7,7 @@ from ...ops.embedding import traced_embedding
 from ...runtime.device import is_ordinary
 from ..attention.attention_choice import choose_attention
 from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of, exchanges
+from ..attention.exchange import warn_of_graphs
 from ..attention.masks import (
     TRACEABLE,
     WINDOWS,
@@ -119,6 +120,7 @@ def model_forward(self, kwargs, told=True):
     """
     given, seen = given_tokens(kwargs), None
     if torch.compiler.is_compiling():
+        warn_of_graphs()
         kwargs = _embedded(self, kwargs)
     else:
         choose_attention(self)

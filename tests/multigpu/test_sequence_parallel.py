@@ -1,0 +1,3 @@
+"""A row's tokens over two and four GPUs, with NCCL."""
+
+from tests.integrations.sequence_parallel import *  # noqa: F403
