@@ -2,11 +2,16 @@
 
     python -m benchmark.benchmark_fsdp --gpus 2
     python -m benchmark.benchmark_fsdp --gpus 2 --model gpt_oss_20b [--layers 24]
+    python -m benchmark.benchmark_fsdp --gpus 4 --spread --documents 8 --tokens 32768,131072
 
-Otherwise as steps.py. Each number is the slowest GPU's, or the fullest one's.
+With --spread a row's tokens are spread over all GPUs, by DeepSpeed's Ulysses. Otherwise as steps.py. Each number is the slowest GPU's, or
+the fullest one's.
 """
 
+import importlib
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,8 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 
 from . import families, steps
 from .benchmark_qwen3 import Qwen3StepBenchmark
-from .stepping import Stepper, child
+from .providers import require_modules
+from .stepping import Form, Stepper, child
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 
@@ -36,6 +42,36 @@ class ShardedStepper(Stepper):
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *ms, first_ms, peak_gib = numbers.tolist()
         return found | {"ms": ms, "first_ms": first_ms, "peak_gib": peak_gib if found["peak_gib"] is not None else None}
+
+
+@dataclass(frozen=True)
+class SpreadForm:
+    """Describes the part of a batch of `form` that a GPU has, where a row's tokens are spread over all of them."""
+
+    form: Form
+
+    def batch(self, ids: torch.Tensor) -> dict:
+        """Return the arguments of a causal LM. ids: [1, tokens], of which those of the first GPU count."""
+        dist.broadcast(ids, 0)
+        whole = self.form.batch(ids)
+        whole.setdefault("position_ids", torch.arange(ids.shape[1], device=ids.device)[None])
+        labels = torch.nn.functional.pad(whole.pop("labels"), (0, 1), value=-100)[:, 1:]
+        whole |= {"labels": labels, "shift_labels": labels}
+        return {name: value.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for name, value in whole.items()}
+
+
+def spread(model, device: str, form: Form) -> SpreadForm:
+    """Register DeepSpeed's Ulysses around a model's attention, over all GPUs, and return the form of its batches."""
+    os.environ["DS_ACCELERATOR"] = device.partition(":")[0]
+    require_modules("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
+    if device == "cpu":  # communication of processes on one CPU is compiled at its first use, in minutes
+        communication: Any = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None
+    deepspeed.init_distributed(dist.get_backend())
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    ulysses.register_with_transformers(model, model.config._attn_implementation, dist.get_world_size(), form.rows)
+    return SpreadForm(form)
 
 
 @torch.no_grad()
@@ -85,7 +121,10 @@ def build(args) -> Stepper:
     family = families.family_of(args.model)
     model = shard(family.new_model(args, "meta"), args.device)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
-    return ShardedStepper(model, optimizer, args.device, model.config.vocab_size, rank, steps.form_of(args))
+    form: Any = steps.form_of(args)
+    if args.spread:
+        form = spread(model, args.device, form)
+    return ShardedStepper(model, optimizer, args.device, model.config.vocab_size, rank, form)
 
 
 class Qwen3ShardedStepBenchmark(Qwen3StepBenchmark):
@@ -102,12 +141,13 @@ def main(arguments=None):
     """Measure the steps of a model over several GPUs, or do so in one of the measuring processes."""
     p = steps.parser("Training steps under FSDP2.", TOKENS)
     p.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 2))
+    p.add_argument("--spread", action="store_true", help="a row's tokens over all GPUs, by DeepSpeed's Ulysses")
     args = p.parse_args(arguments)
     family = families.family_of(args.model)
     if not args.child:
         args.providers = args.providers or family.fsdp_providers
         steps.check_providers(p, args, family)
-        return steps.run_all(f"{family.name}_fsdp{steps.form_of(args).name}", __file__, args, args.gpus)
+        return steps.run_all(f"{family.name}_fsdp{'_spread' * args.spread}{steps.form_of(args).name}", __file__, args, args.gpus)
     if not child(args, build, family.prepare):
         os._exit(1)  # leaving in order would wait for the other processes, which wait for this one
     if dist.is_initialized():

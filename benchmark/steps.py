@@ -76,7 +76,7 @@ def child_arguments(args, provider: str) -> list[str]:
     """Return the command line of a measuring process."""
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
-    found += [f"--{name}" for name in ("parts", "packing") if getattr(args, name, False)]
+    found += [f"--{name}" for name in ("parts", "packing", "spread") if getattr(args, name, False)]
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:

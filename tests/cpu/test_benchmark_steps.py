@@ -228,6 +228,16 @@ def test_sharded_training_steps(tmp_path, monkeypatch):
     assert len(found.steps["bastile", 16].losses) == 3
 
 
+def test_steps_of_rows_that_are_spread(tmp_path, monkeypatch):
+    """DeepSpeed's Ulysses, around attention of transformers here: there are no kernels on a CPU."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--gpus", "2", "--spread", "--documents", "2", "--providers", "bastile", "--results", str(tmp_path)]
+    found = benchmark_fsdp.main([*STEPS, *arguments])
+    assert len(found.steps["bastile", 16].losses) == 3
+    assert list((tmp_path / "cpu").glob("*_fsdp_spread*.csv"))
+
+
 def test_a_provider_of_another_model_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
