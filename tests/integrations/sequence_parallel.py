@@ -16,6 +16,7 @@ import torch
 from tests.integrations.common import FACTOR, family_on, model_on
 from tests.integrations.parallel import other_on
 from tests.integrations.ranks import Ranks
+from tests.integrations.trainers import make_trainer
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close
@@ -346,27 +347,32 @@ class Collated:
         return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
 
 
-def check_trainer(here, folder):
-    """Steps of Trainer with `sp_size`, beside those without us with an attention function that parts documents."""
+def check_trainer(here, folder, kind):
+    """Steps of Trainer ("hf") with packed rows or SFTTrainer ("trl") with padded ones under `sp_size`, beside those without us, with an
+    attention function that parts documents."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-    from transformers import Trainer, TrainingArguments
 
     deepspeed_of(here)
-    batch = packed(2)
-    rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+    if kind == "hf":
+        batch = packed(2)
+        rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+        options = {"data_collator": Collated(), "remove_unused_columns": False}
+    else:
+        rows = [{"input_ids": random_tokens(1, length)[0].tolist()} for length in (9, 14, 11, 16)]
+        options = {"pad_to_multiple_of": 16}  # gloo gathers batches of one length alone
 
     def trained(model):
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState._reset_state()
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-        parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=1, max_steps=2, remove_unused_columns=False, report_to=[], save_strategy="no",
-            use_cpu=here.device == "cpu", deepspeed=config_of(0, train_micro_batch_size_per_gpu=1), parallelism_config=parallelism,
+        spread = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+        size = 1 if kind == "hf" else 2
+        trainer = make_trainer(
+            kind, model, folder, here.device, rows, per_device_train_batch_size=size, optim="sgd", learning_rate=0.1,
+            deepspeed=config_of(0, train_micro_batch_size_per_gpu=size),
+            parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=spread), **options,
         )  # fmt: skip
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1), None
-        Trainer(model, arguments, Collated(), rows, optimizers=optimizer).train()
+        trainer.train()
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState._reset_state()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -477,7 +483,12 @@ def test_ulysses_by_accelerate(ranks, name):
 
 @pytest.mark.integration("Trainer: a packed row over several processes (sp_size)")
 def test_ulysses_by_trainer(ranks, tmp_path):
-    ranks.run(check_trainer, str(tmp_path))
+    ranks.run(check_trainer, str(tmp_path), "hf")
+
+
+@pytest.mark.integration("SFTTrainer: padded rows over several processes (sp_size)")
+def test_ulysses_by_sft_trainer(ranks, tmp_path):
+    ranks.run(check_trainer, str(tmp_path), "trl")
 
 
 def test_ulysses_compiled(ranks):

@@ -96,7 +96,7 @@ def attend_in_whole_rows(visible: Visible, module, query, key, value, scaling, d
     registered, exchange.attn = exchange.attn, core
     groups = getattr(module, "num_key_value_groups", None)
     try:
-        output, weights = exchange(module, query, key, value, None, position_ids=kwargs["position_ids"])
+        output, weights = exchange(module, query, key, value, None, position_ids=kwargs["position_ids"].contiguous())
     finally:
         exchange.attn = registered
         if groups is not None:  # DeepSpeed leaves those of a process's share of the heads
