@@ -17,8 +17,8 @@ from tests.tolerances import assert_close, relative_error
     [
         ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, True),
         ({"target_modules": ["q_proj", "o_proj"], "lora_dropout": 0.3}, True),
-        ({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, False),  # which are the experts' parameters by now
-        ({"target_modules": ["q_proj"], "target_parameters": EXPERTS}, False),
+        ({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, True),  # which are the experts' parameters by now
+        ({"target_modules": ["q_proj"], "target_parameters": EXPERTS}, True),
         ({"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}, False),
         ({"target_modules": ["lm_head"]}, True),
     ],
@@ -63,10 +63,11 @@ def test_frozen_experts_cost_no_gradients(qwen3, monkeypatch):
         parameter.requires_grad = "experts" not in name
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     qwen3.apply()
-    experts, calls = sys.modules[f"{qwen3.__name__}.shared.ops.experts"], []
-    for name in ("grouped_mm", "grouped_outer"):
-        original = getattr(experts, name)
-        monkeypatch.setattr(experts, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
+    calls = []
+    for file, name in (("expert_adapters", "grouped_mm"), ("experts", "grouped_outer")):
+        module = sys.modules[f"{qwen3.__name__}.shared.ops.{file}"]
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
     assert calls == ["grouped_mm"] * 8
 

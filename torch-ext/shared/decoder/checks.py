@@ -3,7 +3,7 @@
 A node checks in its forward pass where that is not replayed: a replayed call has the arguments of an earlier one, which was checked.
 """
 
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 
@@ -89,3 +89,15 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
         fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
     check_like(x, name, norm, tuple(x.shape[-1:]))
+
+
+def check_expert_adapter(x: torch.Tensor, name: str, tensors: Any, experts: int, rows: int, columns: int) -> None:
+    """Raises ValueError when an adapter of experts [rows, columns] does not fit. tensors: its a and b, None for both without one."""
+    a, b = tensors
+    rank = 1 if a is None or a.dim() == 0 else max(a.shape[0] // experts, 1)
+    for part, tensor, shape in (("a", a, (experts * rank, columns)), ("b", b, (rows, rank * experts))):
+        if a is b is None:
+            continue
+        if tensor is None or tensor.shape != shape or tensor.dtype not in (x.dtype, torch.float32) or tensor.device != x.device:
+            found = "None" if tensor is None else describe(tensor)
+            fail(f"{name}.{part}", found, f"{x.dtype} or torch.float32 {list(shape)} on {x.device}")

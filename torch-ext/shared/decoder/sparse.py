@@ -16,12 +16,13 @@ import torch
 from torch.nn.functional import linear
 
 from ..ops.autocast import without_autocast
-from ..ops.common import accumulation_dtype, always, describe, fail, need_floats
+from ..ops.common import always, describe, fail, need_floats
+from ..ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters, ExpertFactors, Factors
 from ..ops.expert_gate import Gate
 from ..ops.experts import experts_backward, experts_finish, experts_reference, experts_start, first_gemm
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
-from .checks import check_attended, check_like
+from .checks import check_attended, check_expert_adapter, check_like
 from .graph import InGraph
 from .mlp_steps import add_branch, add_branch_backward
 from .node import Given, Gradients, Node
@@ -29,6 +30,7 @@ from .nodes import AFTER_ATTENTION, add_branch_reference, groups_of, named, stre
 from .norms import norm_reference, normed_again
 from .projection import Parts, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Projections, all_made, of_second_half, of_second_half_loaded
+from .router import Router, choose_experts, rounded, router_backward
 from .shared_expert import (
     SharedExpert,
     SharedGradients,
@@ -41,17 +43,6 @@ from .shared_expert import (
 )
 from .spec import Outputs
 from .steps import Joined, JoinedGradients, Optionals, flat_heads, join_backward, join_forward, need_join, shaped
-
-
-class Router(NamedTuple):
-    """weight: [experts, hidden]; bias: [experts] or None. top_k: experts a token goes to. normalised: whether their probabilities are
-    divided by their sum. by_logits: whether they are chosen by their logits, which need no softmax over all then; with `normalised`."""
-
-    weight: torch.Tensor
-    top_k: int
-    normalised: bool
-    bias: Optional[torch.Tensor] = None
-    by_logits: bool = False
 
 
 class ExpertOptions(NamedTuple):
@@ -82,7 +73,7 @@ class ExpertTensors(NamedTuple):
 
 class SparseTensors(NamedTuple):
     """What the node reads beside its projections: the fields of `OutputTensors`, the router's weight and bias, the gate of the shared
-    expert's score, and the fields of `ExpertTensors`."""
+    expert's score, the fields of `ExpertTensors`, and a and b of their adapters."""
 
     x: torch.Tensor
     attended: Optionals
@@ -96,15 +87,24 @@ class SparseTensors(NamedTuple):
     down: torch.Tensor
     gate_up_bias: Optionals
     down_bias: Optionals
+    gate_up_a: Optionals
+    gate_up_b: Optionals
+    down_a: Optionals
+    down_b: Optionals
 
     @property
     def experts(self) -> ExpertTensors:
         return ExpertTensors(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
+    @property
+    def factors(self) -> ExpertFactors:
+        """a and b of both adapters, or their gradients, or which of these are needed."""
+        return ExpertFactors(Factors(self.gate_up_a, self.gate_up_b), Factors(self.down_a, self.down_b))
+
 
 class SparseSpec(NamedTuple):
     """Describes the node. outputs: of the layer. top_k, normalised, by_logits: of `Router`. recompute: whether the backward pass makes the
-    first products of all experts again."""
+    first products of all experts again. scalings: of the adapters of gate_up and of down."""
 
     outputs: Outputs
     gate: ExpertOptions
@@ -112,6 +112,7 @@ class SparseSpec(NamedTuple):
     normalised: bool
     by_logits: bool
     recompute: bool
+    scalings: Tuple[float, float] = (1.0, 1.0)
 
 
 class Started(NamedTuple):
@@ -155,33 +156,16 @@ class SparseSaved(NamedTuple):
         return Groups(self.ends, self.expert.numel())
 
 
-def choose_experts(logits: torch.Tensor, top_k: int, normalised: bool, by_logits: bool = False) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(scores, expert), [tokens, top-k] each, of a router's logits [tokens, experts]; scores are in the dtype of the arithmetic, and as
-    exact as they would be in that of the logits."""
-    precise = accumulation_dtype(logits.dtype)
-    if by_logits:
-        chosen, expert = torch.topk(logits, top_k, -1)
-        return torch.softmax(chosen, -1, dtype=precise), expert
-    scores, expert = torch.topk(torch.softmax(logits, -1, dtype=precise), top_k, -1)
-    if normalised:
-        scores = scores / scores.sum(-1, keepdim=True)
-    return scores, expert
+def _adapters(spec: SparseSpec, tensors: SparseTensors) -> ExpertAdapters:
+    return ExpertAdapters(*[
+        None if a is None else ExpertAdapter(a, b, scaling) for (a, b), scaling in zip(tensors.factors, spec.scalings)
+    ])  # fmt: skip
 
 
-def _rounded(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scores with the exactness that the model gives them, in the dtype that they are in."""
-    return scores.to(dtype).to(scores.dtype)
-
-
-def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -> torch.Tensor:
-    """The gradient of a router's logits [tokens, experts], in a dtype. dscores, scores: [tokens, top-k] in the dtype of the arithmetic,
-    before rounding; logits: None where the router is `normalised`, whose scores are the softmax over the chosen experts alone."""
-    of_scores = scores * dscores
-    total = of_scores.sum(-1, keepdim=True)
-    if normalised:
-        return torch.zeros(shape, dtype=dtype, device=scores.device).scatter_(1, expert, (of_scores - scores * total).to(dtype))
-    dlogits = torch.softmax(logits, -1, dtype=scores.dtype).mul_(-total)
-    return dlogits.scatter_add_(1, expert, of_scores).to(dtype)
+def _factors(spec: SparseSpec, tensors: SparseTensors, dtype: torch.dtype) -> ExpertFactors:
+    """What the products of a dtype read of the adapters."""
+    experts = tensors.down.shape[0]
+    return ExpertFactors(*[None if each is None else each.factors(experts, dtype) for each in _adapters(spec, tensors)])
 
 
 def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype) -> torch.Tensor:
@@ -192,16 +176,19 @@ def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router, router_bias), spec.top_k, spec.normalised, spec.by_logits)
-    out = experts_reference(y, expert, scores.to(y.dtype), *tensors.experts, *spec.gate)
+    out = experts_reference(y, expert, scores.to(y.dtype), *tensors.experts, *spec.gate, _factors(spec, tensors, y.dtype))
     out = out if shared_gate is None else out + shared_reference(y, SharedExpert(shared_gate, projections))
     return add_branch_reference(x, out, spec.outputs.behind, behind, spec.outputs.multiplier)
 
 
-def _weighted_sum(given: Given, gate_up: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, routing: Routing, groups: Groups):
-    """What the experts make, of the output of their first GEMM. scores, expert: of `choose_experts`."""
-    tensors, options, rounded = given.tensors, given.layout.spec.gate, _rounded(scores, given.layout.dtype)
-    weights = tensors.down, tensors.gate_up_bias, tensors.down_bias
-    return experts_finish(gate_up, expert, rounded, *weights, routing, groups, options.transposed, options.between)
+def _weighted_sum(
+    given: Given, gate_up: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, routing: Routing, groups: Groups,
+    factors: Optional[Factors],
+):  # fmt: skip
+    """What the experts make, of the output of their first GEMM. scores, expert: of `choose_experts`. factors: of down's adapter."""
+    tensors, spec, dtype = given.tensors, given.layout.spec, given.layout.dtype
+    weights, options = (tensors.down, tensors.gate_up_bias, tensors.down_bias), (spec.gate.transposed, spec.gate.between)
+    return experts_finish(gate_up, expert, rounded(scores, dtype), *weights, routing, groups, *options, factors)
 
 
 def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Any, down: Optional[Projections]):
@@ -219,8 +206,9 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
     total, y, *of_join = join_forward(spec.outputs, tensors, o, layout.dtype)
     logits = linear(y, tensors.router, tensors.router_bias)
     scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
-    gate_up, routing, groups = experts_start(y, expert, tensors.gate_up, spec.gate.transposed)
-    found = _weighted_sum(given, gate_up, scores, expert, routing, groups) if whole else None
+    of_gate_up, of_down = _factors(spec, tensors, layout.dtype)
+    gate_up, routing, groups = experts_start(y, expert, tensors.gate_up, spec.gate.transposed, of_gate_up)
+    found = _weighted_sum(given, gate_up, scores, expert, routing, groups, of_down) if whole else None
     score = both = scored = None
     if inner is not None:
         score, both, scored = shared_start(y, tensors.shared_gate, inner, down)
@@ -244,7 +232,8 @@ def _start(given: Given) -> Tuple[Sequence, SparseSaved]:
 def _finish(given: Given, started: Started, saved: SparseSaved) -> torch.Tensor:
     """Computes the result of a node that has no norm of the experts' branch."""
     _, _, down = named(given, of_second_half_loaded(groups_of(given), saved.made, None))
-    found = _weighted_sum(given, started.gate_up, saved.scores, saved.expert, saved.routing, saved.groups)
+    factors = _factors(given.layout.spec, given.tensors._replace(gate_up_a=None), given.layout.dtype).down
+    found = _weighted_sum(given, started.gate_up, saved.scores, saved.expert, saved.routing, saved.groups, factors)
     return _result(given, stream_of(given, saved), found, started.scored, down)[0]
 
 
@@ -260,18 +249,23 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
     both: Any = saved.both
     x, again = stream_of(given, saved), gate_up is None
     dout, y = grads[0].reshape(x.shape), x  # of which `experts_backward` then reads the shape alone
-    if needed.gate_up or needed.router or again or (need_shared is not None and need_shared.reads_input()):
+    factors, need_factors = _factors(spec, tensors, layout.dtype), needed.factors
+    if needed.gate_up or any(need_factors.gate_up) or needed.router or again or (need_shared is not None and need_shared.reads_input()):
         y = normed_again(spec.outputs.before, x, tensors.before, saved.rstd, layout.dtype)
     if again:
-        gate_up = first_gemm(y, tensors.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed)
+        gate_up = first_gemm(y, tensors.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed, factors.gate_up)
         both = None if inner is None else gate_and_up(y, inner, again=True)
     of_branch = tensors.behind, saved.branch, saved.branch_rstd
     dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
-    inputs, of_weights = (y, saved.expert, _rounded(saved.scores, layout.dtype), *tensors.experts), needed.experts
+    inputs, of_weights = (y, saved.expert, rounded(saved.scores, layout.dtype), *tensors.experts), needed.experts
     needs = [need_total, need_logits, *of_weights]
-    dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, saved.routing, spec.gate, needs)
+    dy, dscores, *found, of_factors = experts_backward(
+        dbranch, inputs, gate_up, saved.routing, spec.gate, needs, factors, need_factors
+    )  # fmt: skip
     del gate_up, inputs
     dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
+    for adapter, each in zip(_adapters(spec, tensors), of_factors):
+        dweights += (None, None) if adapter is None or each is None else adapter.gradients(each)
     drouter = dbias = None
     if need_logits:
         of_router = saved.scores, saved.expert, saved.logits, (x.shape[0], tensors.router.shape[0])
@@ -320,6 +314,8 @@ def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Proje
     for name, tensor, shape in expected:
         if tensor is not None:
             check_like(x, name, tensor, shape)
+    check_expert_adapter(x, "adapters.gate_up", tensors.factors.gate_up, experts, 2 * width, hidden)
+    check_expert_adapter(x, "adapters.down", tensors.factors.down, experts, hidden, width)
     if not 1 <= spec.top_k <= experts:
         fail("router.top_k", spec.top_k, f"from 1 to the {experts} experts")
     if spec.by_logits and not spec.normalised:
@@ -347,6 +343,7 @@ def norm_experts(
     recompute: bool = False,
     shared: Optional[SharedExpert] = None,
     behind: Optional[torch.Tensor] = None,
+    adapters: ExpertAdapters = NO_ADAPTERS,
 ) -> torch.Tensor:
     """Computes total + behind(the weighted sum of what the experts that the router chooses make of before(total)), with total = x or, with
     `attended`, x + after(o(attended)).
@@ -367,12 +364,13 @@ def norm_experts(
         o: attention's output projection, whose tensors may be float32 where x is narrower.
         recompute: whether the experts' first products are recomputed in the backward pass, bit for bit, instead of kept.
         shared: the shared expert, whose projections' tensors may be float32 where x is narrower.
+        adapters: of the experts' projections, whose tensors may be float32 where x is narrower.
 
     Returns:
         [..., hidden].
 
     Raises:
-        ValueError: when shapes, dtypes or devices do not fit. All but the projections' tensors are of x's dtype and device.
+        ValueError: when shapes, dtypes or devices do not fit. All but the projections' and adapters' tensors are of x's dtype and device.
     """
     if (o is None) != (attended is None):
         fail("attended", "None" if attended is None else describe(attended), "it and o, or neither")
@@ -380,7 +378,9 @@ def norm_experts(
     if shared is not None:
         groups += shared.projections[:2], shared.projections[2:]
     shared_gate = None if shared is None else shared.gate
-    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *weights)
-    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits, bool(recompute))
+    of_adapters = [tensor for each in adapters for tensor in (each[:2] if each else (None, None))]
+    scalings = adapters.gate_up.scaling if adapters.gate_up else 1.0, adapters.down.scaling if adapters.down else 1.0
+    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *weights, *of_adapters)
+    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits, bool(recompute), scalings)
     with without_autocast(x.device):
         return _node(description, tensors, groups, (), x.dtype)

@@ -8,7 +8,7 @@ the output of the first GEMM, and its gradient is written over it.
 """
 
 import functools
-from typing import List, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -24,8 +24,9 @@ from .common import (
     traceable,
     unit_stride,
 )
+from .expert_adapters import NO_FACTORS, ExpertFactors, Factors, adapted_mm, adapted_reference, adapter_gradients, narrow_mm
 from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
-from .grouped_gemm import Groups, grouped_mm, grouped_outer
+from .grouped_gemm import Groups, grouped_outer
 from .routing import Routing, route
 from .second_run import Rest, apply_in_parts, unfinished
 
@@ -34,9 +35,22 @@ Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 Six = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class ExpertGradients(NamedTuple):
+    """What `experts_backward` returns: a tensor each, empty where it is not needed. factors: the gradients of the adapters'."""
+
+    hidden: torch.Tensor
+    scores: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: Any
+    down_bias: Any
+    factors: ExpertFactors
+
+
 def experts_reference(
-    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit
-) -> torch.Tensor:
+    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit,
+    factors: ExpertFactors = NO_FACTORS,
+) -> torch.Tensor:  # fmt: skip
     """What `experts` returns, in PyTorch operations whose sizes do not depend on the routing: every expert sees every token, and what
     it makes of those that do not go to it is left out."""
     if not transposed:
@@ -44,21 +58,23 @@ def experts_reference(
     acc, count = accumulation_dtype(hidden.dtype), gate_up_weight.shape[0]
     chosen = torch.stack([expert == number for number in range(count)])  # [experts, tokens, top-k]
     weight = torch.where(chosen, scores.to(acc), 0.0).sum(2)[..., None]
-    gate_up = torch.matmul(hidden, gate_up_weight).to(acc)
+    gate_up = adapted_reference(hidden, gate_up_weight, factors.gate_up).to(acc)
     if gate_up_bias is not None:
         gate_up = gate_up + gate_up_bias[:, None]
     gate_up = torch.where(chosen.any(2)[..., None], gate_up, 0.0)  # so that no expert's overflow reaches another's tokens
     gated = Gate(interleaved, alpha, limit).apply(gate_up) * weight
-    out = torch.matmul(gated.to(hidden.dtype), down_weight).to(acc)
+    out = adapted_reference(gated.to(hidden.dtype), down_weight, factors.down).to(acc)
     if down_bias is not None:
         out = out + weight * down_bias[:, None]
     return out.sum(0).to(hidden.dtype)
 
 
-def first_gemm(hidden, gate_up_weight, order, position, groups: Groups, transposed: bool) -> torch.Tensor:
-    """The output of the first GEMM."""
+def first_gemm(
+    hidden, gate_up_weight, order, position, groups: Groups, transposed: bool, factors: Optional[Factors] = None
+) -> torch.Tensor:
+    """The output of the first GEMM. factors: of its adapter."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
-    return grouped_mm(token_rows(hidden, order, position), weight, groups)
+    return adapted_mm(token_rows(hidden, order, position), weight, factors, groups)
 
 
 def _forward(
@@ -80,29 +96,35 @@ def _forward(
     return experts_finish(gate_up, expert, scores, down_weight, gate_up_bias, down_bias, *options), gate_up, *routing
 
 
-def experts_start(hidden, expert, gate_up_weight, transposed: bool) -> Tuple[torch.Tensor, Routing, Groups]:
+def experts_start(
+    hidden, expert, gate_up_weight, transposed: bool, factors: Optional[Factors] = None
+) -> Tuple[torch.Tensor, Routing, Groups]:
     """The part of the forward pass that the backward pass needs: the output of the first GEMM, the routing, and the same for GEMMs."""
     routing = route(expert, gate_up_weight.shape[0])
     groups = Groups(routing.ends, expert.numel())
-    return first_gemm(hidden, gate_up_weight, routing.order, routing.position, groups, transposed), routing, groups
+    return first_gemm(hidden, gate_up_weight, routing.order, routing.position, groups, transposed, factors), routing, groups
 
 
 def experts_finish(
-    gate_up, expert, scores, down_weight, gate_up_bias, down_bias, routing: Routing, groups: Groups, transposed: bool, gate: Gate
-) -> torch.Tensor:
-    """The result, with what `experts_start` returned."""
+    gate_up, expert, scores, down_weight, gate_up_bias, down_bias, routing: Routing, groups: Groups, transposed: bool, gate: Gate,
+    factors: Optional[Factors] = None,
+) -> torch.Tensor:  # fmt: skip
+    """The result, with what `experts_start` returned. factors: of the second GEMM's adapter."""
     if expert.shape[0] == 0:
         return gate_up.new_empty((0, down_weight.shape[2 if transposed else 1]))
     row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(gate_up.dtype))
     gated = gate_forward(gate_up, gate_up_bias, row_scores, routing.ends, gate)
-    y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
+    y = adapted_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), factors, groups)
     del gated
     return token_sum(y, routing.position, expert, scores, down_bias)
 
 
-def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
-    """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that they are not needed. Writes
-    over gate_up, the output of the first GEMM.
+def experts_backward(
+    dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool],
+    factors: ExpertFactors = NO_FACTORS, need_factors: ExpertFactors = NO_FACTORS,
+) -> ExpertGradients:  # fmt: skip
+    """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that they are not needed, and of the
+    adapters' factors. Writes over gate_up, the output of the first GEMM.
 
     inputs: hidden, expert, scores, the weights and the biases; options: transposed, and what `Gate` holds.
     """
@@ -116,10 +138,12 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
     dout = unit_stride(dout)
     if need_down_bias:
         ddown_bias = torch.mm(dense(expert, scores, experts, dout.dtype).t(), dout)
+    turned = ExpertFactors(*[None if each is None else each.turned for each in factors])
     rows = token_rows(dout, order, position)
-    dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
+    dlow = None if turned.down is None else narrow_mm(rows, turned.down, groups)
+    dgated = adapted_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, turned.down, groups, dlow)
     row_scores = scores.reshape(-1)[order].to(accumulation_dtype(hidden.dtype))
-    weights = need_down or need_gate_up_bias
+    weights = need_down or need_gate_up_bias or any(need_factors.down or ())
     if hidden.shape[0]:
         dgate_up, gated, row_dscores, dbias = gate_backward(dgated, gate_up, gate_up_bias, row_scores, ends, gate, weights)
     else:
@@ -130,6 +154,7 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
         dgate_up_bias = dbias
     if need_down:
         ddown_weight = grouped_outer(gated, rows, groups) if transposed else grouped_outer(rows, gated, groups)
+    of_down = adapter_gradients(factors.down, gated, rows, dlow, groups, need_factors.down)
     del gated, rows
     if need_scores:
         dscores = row_dscores[torch.where(position < order.shape[0], position, 0)]
@@ -138,17 +163,23 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
             of_bias = torch.mm(dout, down_bias.t())
             dscores = dscores + of_bias.gather(1, expert.clamp(0, experts - 1).to(torch.int64))
         dscores = torch.where(position < order.shape[0], dscores, 0.0).to(scores.dtype)
-    if need_gate_up:
+    of_gate_up, trained = None, any(need_factors.gate_up or ())
+    dlow = None if turned.gate_up is None or not (need_hidden or trained) else narrow_mm(dgate_up, turned.gate_up, groups)
+    if need_gate_up or trained:
         rows = token_rows(hidden, order, position)
-        dgate_up_weight = grouped_outer(rows, dgate_up, groups) if transposed else grouped_outer(dgate_up, rows, groups)
+        if need_gate_up:
+            dgate_up_weight = grouped_outer(rows, dgate_up, groups) if transposed else grouped_outer(dgate_up, rows, groups)
+        of_gate_up = adapter_gradients(factors.gate_up, rows, dgate_up, dlow, groups, need_factors.gate_up)
         del rows
     if need_hidden:
         if hidden.shape[0]:
-            dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, groups)
+            weight = gate_up_weight.transpose(1, 2) if transposed else gate_up_weight
+            dx = adapted_mm(dgate_up, weight, turned.gate_up, groups, dlow)
             dhidden = token_sum(dx, position)
         else:
             dhidden = torch.zeros_like(hidden)
-    return dhidden, dscores, dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias
+    dweights = dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias
+    return ExpertGradients(dhidden, dscores, *dweights, ExpertFactors(of_gate_up, of_down))
 
 
 def _functional_backward(

@@ -205,7 +205,8 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
-        said = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
+        adapted = isinstance(found, SparseBlock) and any(found.adapters)
+        said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
     for name in family.called:
         rows.append((name, Reason("called", f"{family.model}'s is called as the module that it is, and the layer around it is fused")))
@@ -333,9 +334,10 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
         x, attended, after = _branch(spec, spec.after, after, output.reshape(x.shape)) + x, None, None
     recompute = recomputes_mlp(layer)
     if isinstance(fused, SparseBlock):
-        router, weights, options, shared = fused
+        router, weights, options, shared, adapters = fused
         of_attention = attended, None if o is None else o[0], weight_of(after)
-        return norm_experts(x, weight_of(before), router, weights, spec, options, *of_attention, recompute, shared, weight_of(behind))
+        of_experts = spec, options, *of_attention, recompute, shared, weight_of(behind), adapters
+        return norm_experts(x, weight_of(before), router, weights, *of_experts)
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
     return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute, products_of(layer))

@@ -7,10 +7,11 @@ import torch
 from ...decoder.projection import is_traceable
 from ...decoder.shared_expert import SharedExpert
 from ...decoder.sparse import ExpertOptions, ExpertTensors, Router
+from ...ops.expert_adapters import ExpertAdapters
 from ...runtime.device import PLAIN
 from ..family.experts import experts_or_reason, is_default
 from ..family.families import Sparse
-from ..parts.adapters import projection_or_reason
+from ..parts.adapters import expert_adapters_or_reason, inside_wrappers, projection_or_reason
 from ..parts.explanation import Reason
 from ..parts.modules import OwnForwards, is_marked, is_silu, own_forward
 from ..parts.weights import held, why_not_plain
@@ -23,6 +24,7 @@ class SparseBlock(NamedTuple):
     weights: ExpertTensors
     options: ExpertOptions
     shared: Optional[SharedExpert]
+    adapters: ExpertAdapters
 
 
 def is_sparse(mlp) -> bool:
@@ -34,11 +36,11 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
     as the modules that they are."""
     parts = block.__dict__["_modules"]
-    router, experts = parts[sparse.router], parts["experts"]
+    router, experts = parts[sparse.router], inside_wrappers(parts["experts"])
     if not own.run_by(router):
         return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
     if not is_marked(own_forward(experts)):
-        return Reason("hooks", "experts have hooks, or a replaced forward, as PEFT's target_parameters give them")
+        return Reason("hooks", "experts have hooks, or a replaced forward")
     if not is_default(experts):
         return Reason("called", "set_experts_implementation() chose another implementation of experts")
     if getattr(experts, "_is_expert_parallel", False):
@@ -51,12 +53,15 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     for each in (weight, *([] if bias is None else [bias]), *weights):
         if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
+    adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0].device)
+    if isinstance(adapters, Reason):
+        return adapters
     shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None
     if isinstance(shared, Reason):
         return shared
     normalised = sparse.by_logits or router.__dict__.get("norm_topk_prob", True)  # Qwen3.5-MoE's always is
     made = Router(weight, router.top_k, normalised, bias, sparse.by_logits)
-    return SparseBlock(made, ExpertTensors(*weights), ExpertOptions(**options), shared)
+    return SparseBlock(made, ExpertTensors(*weights), ExpertOptions(**options), shared, adapters)
 
 
 def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:

@@ -1,4 +1,5 @@
-"""Takes linear layers apart into what an operation multiplies by: PyTorch's own, PEFT's LoRA around it, and bitsandbytes' in four bits.
+"""Takes linear layers apart into what an operation multiplies by: PyTorch's own, PEFT's LoRA around it, and bitsandbytes' in four bits;
+and PEFT's LoRA on the parameters of experts.
 
 Only what is exactly as those libraries wrote it, with its own forward, without hooks, and with weights that are
 ordinary tensors; all else is None, and called as the module that it is. Neither library is imported here: a layer of theirs can only exist
@@ -7,18 +8,21 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 
 import sys
 from types import FunctionType
-from typing import Iterable, List, Optional, Union
+from typing import Iterable, List, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
 
 from ...decoder.projection import FourBitWeight, Projection, is_traceable
 from ...ops.common import constant_when_traced
+from ...ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters
 from .explanation import Reason
 from .modules import own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
+WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")  # adds an adapter to a parameter of the module in it
+EXPERTS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of experts: the fields of `ExpertAdapters`
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
 FP32 = torch.float32
 
@@ -112,34 +116,61 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
         return _base(layer, dtype, wider)
     if cls.__name__ != name:
         return Reason("called", f"PEFT's {cls.__name__} is called as it is")
-    if not _is_untouched(layer, cls.__module__, name):
+    active = _active(layer, name)
+    if isinstance(active, Reason):
+        return active
+    base = _base(layer.__dict__["_modules"].get("base_layer"), dtype, wider)
+    if isinstance(base, Reason):
+        return base.of("below the adapter")
+    if not active:
+        return base
+    found = _adapter(layer, active, dtype, base.weight.device)
+    if isinstance(found, Reason):
+        return found
+    if found.a.dtype != dtype and not layer.__dict__.get("cast_input_dtype_enabled", True):
+        return Reason("adapter", "PEFT was told not to cast the adapter's input")
+    return base._replace(a=found.a, b=found.b, adapter_bias=found.bias, scaling=found.scaling, dropout=found.dropout)
+
+
+def _active(layer, name: str) -> Union[str, Reason]:
+    """The name of the adapter that a LoRA layer of PEFT's class adds, "" for none; or why that cannot be told. name: of the class."""
+    if not _is_untouched(layer, type(layer).__module__, name):
         return Reason("hooks", "hooks listen to the LoRA layer, or its forward was replaced")
     state = layer.__dict__
-    modules, merged, disabled = state["_modules"], state.get("merged_adapters"), state.get("_disable_adapters")
-    variants, scalings = state.get("lora_variant"), state.get("scaling")
-    if merged is None or disabled is None or variants is None or scalings is None:
+    merged, disabled = state.get("merged_adapters"), state.get("_disable_adapters")
+    if merged is None or disabled is None or state.get("lora_variant") is None or state.get("scaling") is None:
         return Reason("adapter", "this version of PEFT keeps its adapters otherwise")
     if disabled and merged:
         return Reason("adapter", "merged adapters are disabled: the next call takes them out of the weight")
-    base = _base(modules.get("base_layer"), dtype, wider)
-    if isinstance(base, Reason):
-        return base.of("below the adapter")
     if disabled or merged:
-        return base
-    active, adapters = state.get("_active_adapter"), modules["lora_A"].__dict__["_modules"]
-    if type(active) is not str:
-        named = [name for name in active if name in adapters]
-        if len(named) > 1:
-            return Reason("adapters", f"{len(named)} adapters are active at once")
-        active = named[0] if named else None
-    if active not in adapters:
-        return base
+        return ""
+    active, adapters = state.get("_active_adapter"), state["_modules"]["lora_A"].__dict__["_modules"]
+    named = [name for name in ([active] if type(active) is str else active) if name in adapters]
+    if len(named) > 1:
+        return Reason("adapters", f"{len(named)} adapters are active at once")
+    return named[0] if named else ""
+
+
+class _Adapter(NamedTuple):
+    """a, b, bias, scaling, dropout: as of `Projection`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: Optional[torch.Tensor]
+    scaling: float
+    dropout: float
+
+
+def _adapter(layer, active: str, dtype: torch.dtype, device: torch.device) -> Union[_Adapter, Reason]:
+    """Takes the active adapter of a LoRA layer apart. device: of the weight."""
+    state = layer.__dict__
+    modules, variants = state["_modules"], state["lora_variant"]
     if active in variants:
         return Reason("variant", f"the adapter is a variant of LoRA ({type(variants[active]).__name__})")
-    a = plain_weight(adapters[active])
+    a = plain_weight(modules["lora_A"].__dict__["_modules"][active])
     b = _plain_linear(modules["lora_B"].__dict__["_modules"].get(active), state["lora_bias"].get(active, False))
     probability = _dropout(modules["lora_dropout"].__dict__["_modules"].get(active))
-    scaling = scalings.get(active)
+    scaling = state["scaling"].get(active)
     if a is None or b is None:
         return Reason("adapter", "lora_A or lora_B is no plain torch.nn.Linear")
     if probability is None:
@@ -147,15 +178,46 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
     if type(scaling) not in (float, int):
         return Reason("adapter", f"the adapter's scaling is a {type(scaling).__name__}")
     b, bias = b
-    weight = base.weight
     for tensor in (a, b, bias):
         if tensor is not None and tensor.dtype not in (dtype, FP32):
             return Reason("dtype", f"the adapter is {tensor.dtype} where the products are {dtype}")
-        if tensor is not None and tensor.device != weight.device:
-            return Reason("adapter", f"the adapter is on {tensor.device}, the weight on {weight.device}")
-    if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
-        return Reason("adapter", "PEFT was told not to cast the adapter's input")
-    return base._replace(a=a, b=b, adapter_bias=bias, scaling=float(scaling), dropout=probability)
+        if tensor is not None and tensor.device != device:
+            return Reason("adapter", f"the adapter is on {tensor.device}, the weight on {device}")
+    return _Adapter(a, b, bias, float(scaling), probability)
+
+
+def _is_wrapper(module) -> bool:
+    return (type(module).__module__, type(module).__name__) == WRAPPER
+
+
+def inside_wrappers(module):
+    """The module inside those with which PEFT adapts parameters of it (`target_parameters`); any other module itself."""
+    while _is_wrapper(module):
+        module = module.__dict__["_modules"]["base_layer"]
+    return module
+
+
+def expert_adapters_or_reason(experts, dtype: torch.dtype, device: torch.device) -> Union[ExpertAdapters, Reason]:
+    """The adapters that PEFT has around a module of experts, one wrapper for each parameter; or why it has to be called. device: of the
+    experts' weights."""
+    found = NO_ADAPTERS
+    while _is_wrapper(experts):
+        state = experts.__dict__
+        name, active = state.get("parameter_name"), _active(experts, WRAPPER[1])
+        if isinstance(active, Reason):
+            return active.of(f"the adapter of {name}")
+        if active:
+            adapter = _adapter(experts, active, dtype, device)
+            if isinstance(adapter, Reason):
+                return adapter.of(f"the adapter of {name}")
+            field = EXPERTS.get(name)
+            if field is None or getattr(found, field) is not None or state.get("num_experts") == 1:
+                return Reason("adapter", f"PEFT adds its adapter of {name} to the parameter")
+            if adapter.bias is not None or adapter.dropout:
+                return Reason("adapter", f"the adapter of {name} has a bias or dropout")
+            found = found._replace(**{field: ExpertAdapter(adapter.a, adapter.b, adapter.scaling)})
+        experts = state["_modules"]["base_layer"]
+    return found
 
 
 def _dropout(layer) -> Optional[float]:
