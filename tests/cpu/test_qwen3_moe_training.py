@@ -19,10 +19,11 @@ from tests.tolerances import assert_close, relative_error
         ({"target_modules": ["q_proj", "o_proj"], "lora_dropout": 0.3}, True),
         ({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, True),  # which are the experts' parameters by now
         ({"target_modules": ["q_proj"], "target_parameters": EXPERTS}, True),
-        ({"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}, False),
+        ({"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}, True),
+        ({"target_modules": "all-linear"}, True),  # experts and router among them
         ({"target_modules": ["lm_head"]}, True),
     ],
-    ids=["attention", "dropout", "all projections", "experts", "router", "lm_head"],
+    ids=["attention", "dropout", "all projections", "experts", "router", "all", "lm_head"],
 )
 @pytest.mark.parametrize("how", ["apply", "kernelize"])
 def test_lora(qwen3, options, fused, how):

@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.ways import check_cache, check_compiled_half, check_lora, check_same_bits
 from tests.models import Step, random_tokens, tiny_gpt_oss
-from tests.ops import experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
+from tests.ops import expert_adapters, experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -29,6 +29,8 @@ GROUPED_LARGE = (
     dict(counts=[0, 1500, 0], k=2880, n=2880),
     dict(counts=[40, 200, 0, 128, 63, 65] * 4, k=2048, n=768),
     dict(counts=[90, 0, 260], k=1000, n=1536, absent=300),
+    dict(counts=[700, 0, 1, 347], k=2880, n=16, absent=200),  # as adapters have them
+    dict(counts=[40, 200, 0, 128, 63], k=8, n=5760),
 )
 
 
@@ -184,8 +186,16 @@ def test_ways_to_run_give_the_same_bits(gpt_oss):
     check_same_bits(gpt_oss, model_of(torch.bfloat16), step_of, TOKENS.shape)
 
 
-def test_lora(gpt_oss):
-    check_lora(gpt_oss, model_of_all_experts(), step_of, target_modules="all-linear")
+@pytest.mark.parametrize("experts", ((), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")), ids=("attention", "experts"))
+def test_lora(gpt_oss, experts):
+    targets = {"target_modules": "all-linear", "target_parameters": list(experts) or None}
+    check_lora(gpt_oss, model_of_all_experts(), step_of, **targets)
+
+
+@dtypes
+@pytest.mark.parametrize("rank", (3, 16))
+def test_the_node_with_adapters_on_experts(gpt_oss, dtype, rank):
+    expert_adapters.check_adapted_experts(gpt_oss, DEVICE, dtype, tokens=300, hidden=256, width=128, top_k=5, rank=rank, gpt_oss=True)
 
 
 def test_torch_compile(gpt_oss):

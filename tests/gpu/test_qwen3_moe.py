@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import Step, random_tokens, tiny_qwen3_moe
-from tests.ops import sparse_nodes
+from tests.ops import expert_adapters, sparse_nodes
 from tests.ops.common import FLOATS
 from tests.patched import lora
 from tests.qwen3_moe_steps import exact_step
@@ -54,6 +54,22 @@ def test_the_node(qwen3, dtype, case):
 @pytest.mark.usefixtures("poisoned")
 def test_the_node_where_experts_are_chosen(qwen3, case):
     sparse_nodes.check_norm_experts(qwen3, DEVICE, torch.float32, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("rank", (3, 8, 64))
+@pytest.mark.parametrize("tokens", (33, 300, 900))  # few rows an expert, those where our grouped GEMM takes over from torch's, and many
+@pytest.mark.usefixtures("poisoned")
+def test_the_node_with_adapters_on_experts(qwen3, dtype, rank, tokens):
+    sizes = dict(tokens=tokens, hidden=256, width=128, experts=6, top_k=6, rank=rank)
+    expert_adapters.check_adapted_experts(qwen3, DEVICE, dtype, **sizes, wider=dtype != torch.float32)
+    expert_adapters.check_adapted_experts(qwen3, DEVICE, dtype, **sizes, on=("down",), trained=("x", "down"), recompute=True, again=True)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_experts_without_rows(qwen3):
+    expert_adapters.check_few_rows(qwen3, DEVICE)
+    expert_adapters.check_frozen_adapters(qwen3, DEVICE)
 
 
 def model_of(dtype, **changes):
@@ -153,8 +169,9 @@ def test_packed_documents(qwen3):
 
 @pytest.mark.parametrize("options", ({"target_modules": ["q_proj", "v_proj", "o_proj"]},
                                      {"target_modules": ["q_proj"],
-                                      "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
-                         ids=("attention", "experts"))  # fmt: skip
+                                      "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+                                     {"target_modules": "all-linear"}),
+                         ids=("attention", "experts", "all"))  # fmt: skip
 def test_lora(qwen3, options):
     ids, model = TOKENS.to(DEVICE), lora(model_of(torch.float32), 8, **options)
     model.get_base_model().set_experts_implementation("eager")

@@ -156,12 +156,13 @@ def test_lora(package, calls, name, options):
     assert calls == nodes_of(name) * 2
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_adapters_of_router_and_experts_are_called(package, calls, name):
+@pytest.mark.parametrize("router", (False, True))
+@of_families(*SPARSE, kernels=SPARSE)
+def test_adapters_of_experts_and_routers(package, calls, name, router):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    parts = ["experts.gate_up_proj", "experts.down_proj", "gate.weight", "router.weight"]
+    parts = ["experts.gate_up_proj", "experts.down_proj"] + ["gate.weight", "router.weight"] * router
     model = tiny(name)
     targets = [part for part in parts if any(key.endswith(part) for key, _ in model.named_parameters())]
     options = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], target_parameters=targets)
@@ -169,8 +170,8 @@ def test_adapters_of_router_and_experts_are_called(package, calls, name):
     expected = step_of(model)
     package.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
-    assert calls == ["norm_attention_inputs"] * 2 and len(targets) == 3
-    assert {row.code for row in package.explain(model).rows if "experts" in row.part} == {"hooks"}
+    assert calls == nodes_of(name) * 2 and len(targets) == 2 + router
+    assert all("with adapters" in row.part and row.fused for row in package.explain(model).rows if "experts" in row.part)
 
 
 @pytest.mark.parametrize("keep_attention", (False, True))

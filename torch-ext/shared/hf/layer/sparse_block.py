@@ -11,7 +11,7 @@ from ...ops.expert_adapters import ExpertAdapters
 from ...runtime.device import PLAIN
 from ..family.experts import experts_or_reason, is_default
 from ..family.families import Sparse
-from ..parts.adapters import expert_adapters_or_reason, inside_wrappers, projection_or_reason
+from ..parts.adapters import expert_adapters_or_reason, inside_wrappers, projection_or_reason, router_weight_or_reason
 from ..parts.explanation import Reason
 from ..parts.modules import OwnForwards, is_marked, is_silu, own_forward
 from ..parts.weights import held, why_not_plain
@@ -36,7 +36,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
     as the modules that they are."""
     parts = block.__dict__["_modules"]
-    router, experts = parts[sparse.router], inside_wrappers(parts["experts"])
+    router, experts = inside_wrappers(parts[sparse.router]), inside_wrappers(parts["experts"])
     if not own.run_by(router):
         return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
     if not is_marked(own_forward(experts)):
@@ -53,7 +53,10 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     for each in (weight, *([] if bias is None else [bias]), *weights):
         if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
-    adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0].device)
+    weight = router_weight_or_reason(parts[sparse.router], dtype, weight)
+    if isinstance(weight, Reason):
+        return weight.of("the router")
+    adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0])
     if isinstance(adapters, Reason):
         return adapters
     shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None

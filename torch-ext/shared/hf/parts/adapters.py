@@ -1,5 +1,5 @@
 """Takes linear layers apart into what an operation multiplies by: PyTorch's own, PEFT's LoRA around it, and bitsandbytes' in four bits;
-and PEFT's LoRA on the parameters of experts.
+and PEFT's LoRA on the parameters of experts and routers.
 
 Only what is exactly as those libraries wrote it, with its own forward, without hooks, and with weights that are
 ordinary tensors; all else is None, and called as the module that it is. Neither library is imported here: a layer of theirs can only exist
@@ -8,14 +8,14 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 
 import sys
 from types import FunctionType
-from typing import Iterable, List, NamedTuple, Optional, Union
+from typing import Dict, Iterable, List, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
 
 from ...decoder.projection import FourBitWeight, Projection, is_traceable
 from ...ops.common import constant_when_traced
-from ...ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters
+from ...ops.expert_adapters import ExpertAdapter, ExpertAdapters
 from .explanation import Reason
 from .modules import own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
@@ -197,27 +197,45 @@ def inside_wrappers(module):
     return module
 
 
-def expert_adapters_or_reason(experts, dtype: torch.dtype, device: torch.device) -> Union[ExpertAdapters, Reason]:
-    """The adapters that PEFT has around a module of experts, one wrapper for each parameter; or why it has to be called. device: of the
-    experts' weights."""
-    found = NO_ADAPTERS
-    while _is_wrapper(experts):
-        state = experts.__dict__
-        name, active = state.get("parameter_name"), _active(experts, WRAPPER[1])
-        if isinstance(active, Reason):
-            return active.of(f"the adapter of {name}")
-        if active:
-            adapter = _adapter(experts, active, dtype, device)
-            if isinstance(adapter, Reason):
-                return adapter.of(f"the adapter of {name}")
-            field = EXPERTS.get(name)
-            if field is None or getattr(found, field) is not None or state.get("num_experts") == 1:
-                return Reason("adapter", f"PEFT adds its adapter of {name} to the parameter")
-            if adapter.bias is not None or adapter.dropout:
-                return Reason("adapter", f"the adapter of {name} has a bias or dropout")
-            found = found._replace(**{field: ExpertAdapter(adapter.a, adapter.b, adapter.scaling)})
-        experts = state["_modules"]["base_layer"]
+def _parameter_adapters(module, dtype: torch.dtype, device: torch.device) -> Union[Dict[str, _Adapter], Reason]:
+    """The adapters in force that PEFT has around a module, by the parameter that each is of; or why the module has to be called. device: of
+    the parameters."""
+    found: Dict[str, _Adapter] = {}
+    while _is_wrapper(module):
+        name, active = module.__dict__.get("parameter_name"), _active(module, WRAPPER[1])
+        adapter = _adapter(module, active, dtype, device) if active and not isinstance(active, Reason) else active
+        if isinstance(adapter, Reason):
+            return adapter.of(f"the adapter of {name}")
+        if isinstance(adapter, _Adapter):
+            if name in found or adapter.bias is not None or adapter.dropout:
+                return Reason("adapter", f"the adapter of {name} has a bias or dropout, or is one of two")
+            found[name] = adapter
+        module = module.__dict__["_modules"]["base_layer"]
     return found
+
+
+def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor) -> Union[ExpertAdapters, Reason]:
+    """The adapters that PEFT has around a module of experts; or why it has to be called. weight: of the experts."""
+    found = _parameter_adapters(experts, dtype, weight.device)
+    if isinstance(found, Reason):
+        return found
+    others = [name for name in found if name not in EXPERTS]
+    if others or (found and weight.shape[0] == 1):
+        return Reason("adapter", f"PEFT adds its adapter to {', '.join(others or found)} itself")
+    return ExpertAdapters(**{EXPERTS[name]: ExpertAdapter(each.a, each.b, each.scaling) for name, each in found.items()})
+
+
+def router_weight_or_reason(router, dtype: torch.dtype, weight: torch.Tensor) -> Union[torch.Tensor, Reason]:
+    """The weight [experts, hidden] of a router with the adapter that PEFT has around it, made as PEFT makes it: a product that is small
+    here. Or why the router has to be called."""
+    found = _parameter_adapters(router, dtype, weight.device)
+    if isinstance(found, Reason):
+        return found
+    if found.keys() - {"weight"}:
+        return Reason("adapter", f"PEFT adds its adapter to {', '.join(found)} itself")
+    for each in found.values():
+        weight = weight + (each.b @ each.a * each.scaling).to(weight.dtype)
+    return weight
 
 
 def _dropout(layer) -> Optional[float]:
