@@ -46,7 +46,7 @@ class Family:
     tokens: tuple[int, ...]
     layers: int | None = None
     packs: bool = False
-    kinds: tuple[str, ...] = ("step", f"step_{routing.SKEWED}", "fsdp")
+    kinds: tuple[str, ...] = ("step", f"step_{routing.SKEWED}", "step_lora_16", "fsdp")
 
 
 def attention_of(provider: str) -> str | None:

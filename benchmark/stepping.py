@@ -16,6 +16,7 @@ from .report import message
 from .trl_losses import TrainerLoss
 
 MARK = "@result "
+EXPERTS = "experts.gate_up_proj", "experts.down_proj"  # ends of the names of the parameters that all experts of a layer are in
 LOSSES = 5  # of the first steps, compared between providers
 
 
@@ -73,7 +74,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. lora: the rank of PEFT's adapters on all projections, which alone are trained then; 0 for all weights.
+    """What is trained, and how. lora: the rank of PEFT's adapters on all projections and experts, which alone are trained then; 0 for all
+    weights.
     autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing: of routing.py, for
     a model with experts. loss: of trl_losses.py; "" for the model's own."""
 
@@ -91,20 +93,23 @@ class Recipe:
         found += "_checkpointing" * self.checkpointing + f"_{self.routing}" * (self.routing != routing.UNIFORM)
         return found + f"_{self.loss}" * bool(self.loss)
 
-    def peft_config(self):
-        """Return the adapters that PEFT is to put into a model, None for none."""
+    def peft_config(self, model=None):
+        """Return the adapters that PEFT is to put into a model, None for none. model: one whose experts get some too, which "all-linear"
+        does not mean in every family."""
         if not self.lora:
             return None
         require_modules("peft")
         from peft import LoraConfig
 
-        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        experts = [name for name, _ in model.named_parameters() if name.endswith(EXPERTS)] if model is not None else []
+        targets = {"target_modules": "all-linear", "target_parameters": experts or None}
+        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, task_type="CAUSAL_LM", **targets)
 
     def adapt(self, model, device: str):
         """Return the model as it is trained, itself or a PEFT model whose adapters are drawn, and the loss that is not its own, or None."""
         if self.checkpointing:
             model.gradient_checkpointing_enable()
-        config = self.peft_config()
+        config = self.peft_config(model)
         if self.loss:
             found = TrainerLoss(self.loss, model, config, device)
             return found.trainer.model.train(), found
