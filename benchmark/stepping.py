@@ -102,8 +102,8 @@ class Recipe:
         from peft import LoraConfig
 
         experts = [name for name, _ in model.named_parameters() if name.endswith(EXPERTS)] if model is not None else []
-        targets = {"target_modules": "all-linear", "target_parameters": experts or None}
-        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, task_type="CAUSAL_LM", **targets)
+        more = {"task_type": "CAUSAL_LM", "target_parameters": experts or None}
+        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", **more)  # type: ignore[arg-type]
 
     def adapt(self, model, device: str):
         """Return the model as it is trained, itself or a PEFT model whose adapters are drawn, and the loss that is not its own, or None."""

@@ -207,6 +207,19 @@ def test_an_adapter_of_another_dtype_is_called(qwen3):
     step_of(model).assert_same(expected)
 
 
+def test_another_layout_of_factors_is_called(qwen3):
+    """As older releases of PEFT have it, whose a multiplies what a row of the weight makes."""
+    model = lora(tiny_qwen3_moe(), **BESIDE)
+    expected = step_of(model)
+    qwen3.kernelize(model)
+    for layer in model.get_base_model().model.layers[::2]:
+        layer.mlp.experts._did_swap_in_out_features = False
+    assert reasons(qwen3, model) == ["adapter: this version of PEFT keeps its adapters otherwise"]
+    for layer in model.get_base_model().model.layers[::2]:
+        layer.mlp.experts._did_swap_in_out_features = True
+    step_of(model).assert_same(expected)
+
+
 def test_trained_saved_merged_and_loaded(qwen3, tmp_path):
     """A training, and what is saved and merged of it, are PEFT's own."""
     models = []

@@ -32,25 +32,28 @@ def test_trainer_of_moe(qwen3, device, tmp_path, how, options):
 
 
 @pytest.mark.integration("SFTTrainer: Qwen3-MoE, LoRA on its attention")
-def test_sft_trainer_of_moe(qwen3, device, tmp_path):
+@pytest.mark.parametrize("experts", (None, EXPERTS), ids=("attention", "experts"))
+def test_sft_trainer_of_moe(qwen3, device, tmp_path, experts):
     pytest.importorskip("trl")
     options = {"per_device_train_batch_size": 2, "max_length": None}
 
     def model():
-        return lora(moe_on(device), target_modules=["q_proj", "v_proj", "o_proj"])
+        return lora(moe_on(device), target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=experts)
 
     expected = run("trl", model(), tmp_path, device, **options)
     run("trl", install(qwen3, model()), tmp_path, device, **options).assert_same(expected, device, 10)
 
 
 @pytest.mark.integration(*(f"{kind}Trainer: Qwen3-MoE, LoRA on its attention, checkpointed" for kind in ("DPO", "KTO")))
+@pytest.mark.parametrize("experts", (None, EXPERTS), ids=("attention", "experts"))
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_preferences_of_moe(qwen3, device, tmp_path, kind):
+def test_preferences_of_moe(qwen3, device, tmp_path, kind, experts):
     """The pass of the reference, the same model without its adapters, is between the other's two, and leaves out the router's logits."""
     peft = pytest.importorskip("peft")
 
     def outcome(model):
-        config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        targets = {"target_modules": ["q_proj", "v_proj"], "target_parameters": experts}
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **targets)
         return train(kind, model, tmp_path, device, gradient_checkpointing=True, peft_config=config)
 
     expected = outcome(moe_on(device, router_aux_loss_coef=0.1))

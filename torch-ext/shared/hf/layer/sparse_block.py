@@ -56,7 +56,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     weight = router_weight_or_reason(parts[sparse.router], dtype, weight)
     if isinstance(weight, Reason):
         return weight.of("the router")
-    adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0])
+    adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0], options["transposed"])
     if isinstance(adapters, Reason):
         return adapters
     shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None

@@ -197,9 +197,9 @@ def inside_wrappers(module):
     return module
 
 
-def _parameter_adapters(module, dtype: torch.dtype, device: torch.device) -> Union[Dict[str, _Adapter], Reason]:
+def _parameter_adapters(module, dtype: torch.dtype, device: torch.device, swapped: bool) -> Union[Dict[str, _Adapter], Reason]:
     """The adapters in force that PEFT has around a module, by the parameter that each is of; or why the module has to be called. device: of
-    the parameters."""
+    the parameters. swapped: whether they hold the rows of the result before the columns of the input, in more than two dimensions."""
     found: Dict[str, _Adapter] = {}
     while _is_wrapper(module):
         name, active = module.__dict__.get("parameter_name"), _active(module, WRAPPER[1])
@@ -207,6 +207,8 @@ def _parameter_adapters(module, dtype: torch.dtype, device: torch.device) -> Uni
         if isinstance(adapter, Reason):
             return adapter.of(f"the adapter of {name}")
         if isinstance(adapter, _Adapter):
+            if module.__dict__.get("_did_swap_in_out_features") is not swapped:  # older ones: a and b of W's transpose
+                return Reason("adapter", "this version of PEFT keeps its adapters otherwise")
             if name in found or adapter.bias is not None or adapter.dropout:
                 return Reason("adapter", f"the adapter of {name} has a bias or dropout, or is one of two")
             found[name] = adapter
@@ -214,9 +216,9 @@ def _parameter_adapters(module, dtype: torch.dtype, device: torch.device) -> Uni
     return found
 
 
-def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor) -> Union[ExpertAdapters, Reason]:
-    """The adapters that PEFT has around a module of experts; or why it has to be called. weight: of the experts."""
-    found = _parameter_adapters(experts, dtype, weight.device)
+def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor, transposed: bool) -> Union[ExpertAdapters, Reason]:
+    """The adapters that PEFT has around a module of experts; or why it has to be called. weight, transposed: of the experts."""
+    found = _parameter_adapters(experts, dtype, weight.device, not transposed)
     if isinstance(found, Reason):
         return found
     others = [name for name in found if name not in EXPERTS]
@@ -228,7 +230,7 @@ def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor)
 def router_weight_or_reason(router, dtype: torch.dtype, weight: torch.Tensor) -> Union[torch.Tensor, Reason]:
     """The weight [experts, hidden] of a router with the adapter that PEFT has around it, made as PEFT makes it: a product that is small
     here. Or why the router has to be called."""
-    found = _parameter_adapters(router, dtype, weight.device)
+    found = _parameter_adapters(router, dtype, weight.device, False)
     if isinstance(found, Reason):
         return found
     if found.keys() - {"weight"}:
