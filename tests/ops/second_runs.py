@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
 from tests.ops.decoder_nodes import part_of
+from tests.ops.expert_adapters import BOTH, adapted_leaves, arguments_of
 from tests.ops.experts import experts_inputs
 from tests.ops.projected_nodes import outputs, projections_of
 from tests.ops.sparse_nodes import leaves_of
@@ -60,6 +61,13 @@ def _experts(ops, shared):
     return x, run, [*list(leaves.values())[1:], *(part for one in projections for part in one[:5])]
 
 
+def _adapted_experts(ops):
+    """The same with adapters on the experts."""
+    leaves = adapted_leaves(BF16, CPU, TOKENS, 64, 24, 6, 8, BOTH, True, False)
+    arguments, options = arguments_of(ops, leaves, 2, (2.0, 0.5), False)
+    return leaves["x"], lambda x: part_of(ops, "sparse").norm_experts(x, *arguments[1:], **options), list(leaves.values())[1:]
+
+
 def _operation(ops, name, **options):
     """The same with the MLP as an operation. name: of its file and function."""
     file, function = name.split(".")
@@ -81,6 +89,7 @@ CALLS = {
     "MLP in fp32": functools.partial(_mlp, autocast=True),
     "experts": functools.partial(_experts, shared=False),
     "shared expert": functools.partial(_experts, shared=True),
+    "adapted experts": _adapted_experts,
     "mlp alone": functools.partial(_operation, name="swiglu.mlp"),
     "mlp in shards": functools.partial(_operation, name="tiled_mlp.tiled_mlp", shards=2),
     "experts alone": _experts_alone,
@@ -137,6 +146,7 @@ MUTANTS = [
          ("_forward(given, ", "_forward(given._replace(tensors=given.tensors._replace(before=2 * given.tensors.before)), ")),
     *errors_in(_SPARSE, "experts, not reentrant", "_finish",
          ("saved.scores", "2 * saved.scores"),
+         ("_replace(gate_up_a=None)", "_replace(down_a=None)", "adapted experts, not reentrant"),
          ("stream_of(given, saved)", "2 * stream_of(given, saved)"),
          ("saved.made, None)", "[-one for one in saved.made], None)", "shared expert, not reentrant"),
          ("started.scored, down)", "started.scored, None)", "shared expert, not reentrant")),
