@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class Rival(NamedTuple):
-    """name: of the peer. of: what it is a peer of. why: it was not run. published: by its makers, with the GPU, or "" for nothing that is
-    comparable. beside: what stands in our tables for that work, or what it would take."""
+    """name: of the peer. of: what it is a peer of. why: it was not run. published: by its makers, with the GPU; empty where
+    they publish nothing comparable. beside: what stands in our tables for that work, or what it would take."""
 
     name: str
     of: str
