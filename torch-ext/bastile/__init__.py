@@ -5,12 +5,14 @@ from .api import (
     apply,
     capture,
     clear_autotune_cache,
+    eight_bits,
     explain,
     get_patched_ops,
     kernelize,
     mapping,
     report,
     reset,
+    sixteen_bits,
     warmup_all_kernels,
 )
 from .shared.hf.optimizer import AdamW
@@ -36,6 +38,7 @@ __all__ = [
     "attention",
     "capture",
     "clear_autotune_cache",
+    "eight_bits",
     "experts",
     "explain",
     "gated_delta_rule",
@@ -55,6 +58,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "short_conv",
+    "sixteen_bits",
     "swiglu",
     "warmup_all_kernels",
 ]

@@ -14,6 +14,8 @@ PACKAGES = (
 _calls = Front(__package__, PACKAGES, named={"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})
 apply = _calls.apply
 kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+sixteen_bits = _calls.sixteen_bits
 explain = _calls.explain
 report = _calls.report
 capture = _calls.capture

@@ -81,6 +81,12 @@ class Front(Interface):
         told = {"attention": attention, "unpad": unpad, "keep_attention": keep_attention, "recompute_mlp": recompute_mlp}
         return self._of(model).kernelize(model, mode, **told, log_probs=log_probs, products=products)
 
+    def eight_bits(self, model):
+        return self._of(model).eight_bits(model)
+
+    def sixteen_bits(self, model):
+        return self._of(model).sixteen_bits(model)
+
     def explain(self, model):
         return self._of(model).explain(model)
 

@@ -9,10 +9,13 @@ A product reads both factors along what it adds up, so W, dy and x are written t
 large costs nothing up to 2^12 (e4m3 is a floating point format), which is why the largest of the rows' scales will do, and nothing has to
 be looked through for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB: that is the rounding of the factors, and the sums are exact
 in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing to be seen beside it.
+
+A weight that is kept in codes (`EightBitWeight`) has one scale, which the weights of one input share, since dx adds up over all their rows:
+y reads the codes as they lie, and dx the same codes transposed.
 """
 
 import re
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -21,13 +24,14 @@ from ..ops.quantised import STEP, Quantised, quantise_rows, quantise_transposed
 from ..ops.second_run import are_watched
 from ..runtime.device import why_no_kernels
 from ..runtime.launch import INT32_MAX, ships
-from .projection import FourBitWeight, Group, Projection
+from .projection import CodedWeight, EightBitWeight, Group, Projection
 
 BF16 = torch.bfloat16
 KINDS = ("bf16", "fp8")  # of products
 # Of tokens. The twelve products of a layer of Qwen3-8B, quantising included, take 0.68 of bf16's time at 8192 tokens on an H200, 0.87 at
 # 2048 and 1.09 at 1024.
 FEWEST = 2048
+Weight = Union[torch.Tensor, EightBitWeight]
 CAPABILITY = (9, 0)  # of the GPUs on which this was tried
 TORCH, CUDA = (2, 9), (12, 9)  # from which on cuBLAS multiplies with a scale a row
 _devices: Dict[Tuple[str, int], str] = {}  # what `why_not_on` said of each
@@ -75,10 +79,11 @@ def why_not_eight(group: Sequence[Projection], dtype: torch.dtype, tokens: Optio
     tokens: of the input, None for many."""
     for projection in group:
         weight = projection.weight
-        if isinstance(weight, FourBitWeight):
+        if isinstance(weight, CodedWeight) and not isinstance(weight, EightBitWeight):
             return "a weight is in four bits"
-        if weight.dtype != BF16 or dtype != BF16:
-            return f"a weight is {weight.dtype} and the products are {dtype}, expected torch.bfloat16"
+        stored = dtype if isinstance(weight, CodedWeight) else weight.dtype
+        if stored != BF16 or dtype != BF16:
+            return f"a weight is {stored} and the products are {dtype}, expected torch.bfloat16"
         if weight.shape[0] % STEP or weight.shape[1] % STEP:
             return f"a weight is {list(weight.shape)}, expected multiples of {STEP}"
         if projection.bias is not None and projection.bias.dtype != BF16:
@@ -108,13 +113,22 @@ def _multiplied(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale
     return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, BF16, fast, out=out)
 
 
+def _write_rows(weight: Weight, out: Quantised) -> None:
+    """A weight with a scale a row, in `out`; of one that is in codes, the bytes are copied."""
+    if isinstance(weight, EightBitWeight):
+        out.codes.view(torch.uint8).copy_(weight.codes.view(torch.uint8))
+        out.scales.copy_(weight.scale)
+    else:
+        quantise_rows(weight, out)
+
+
 class EightBits:
     """The products of one group in a forward or a backward pass."""
 
-    def __init__(self, group: Group, weights: Sequence[torch.Tensor], whole: Optional[torch.Tensor]):
+    def __init__(self, group: Group, weights: Sequence[Weight], whole: Optional[torch.Tensor]):
         """weights: [out, in] of each projection; whole: all of them, where they lie side by side."""
         self.rows = group.rows
-        self.weights = weights if whole is None else [whole]
+        self.weights: Sequence[Weight] = weights if whole is None else [whole]
         self._x: Optional[Quantised] = None
         self._w: Optional[Quantised] = None
         self._dy: Optional[Quantised] = None
@@ -122,11 +136,15 @@ class EightBits:
 
     def begin(self, x: torch.Tensor) -> None:
         """Quantises both factors of y. x: [tokens, in]."""
-        self._x, self._w = quantise_rows(x), Quantised.empty(sum(self.rows), x.shape[1], x.device)
-        start = 0
-        for weight in self.weights:
-            quantise_rows(weight, self._w.rows(start, start + weight.shape[0]))
-            start += weight.shape[0]
+        self._x = quantise_rows(x)
+        first = self.weights[0]
+        if len(self.weights) == 1 and isinstance(first, EightBitWeight):
+            self._w = first.in_rows()
+        else:
+            self._w, start = Quantised.empty(sum(self.rows), x.shape[1], x.device), 0
+            for weight in self.weights:
+                _write_rows(weight, self._w.rows(start, start + weight.shape[0]))
+                start += weight.shape[0]
         self.scales = self._x.scales, self._w.scales
 
     def forward(self, x: torch.Tensor, bias: Optional[torch.Tensor], in_one: bool, out: Optional[torch.Tensor]) -> List[torch.Tensor]:
@@ -153,7 +171,12 @@ class EightBits:
         w = Quantised.empty(self.weights[0].shape[1], dy.shape[1], dy.device)
         start = 0
         for weight in self.weights:
-            quantise_transposed(weight, top, w._replace(codes=w.codes[:, start : start + weight.shape[0]]))
+            part = w._replace(codes=w.codes[:, start : start + weight.shape[0]])
+            if isinstance(weight, EightBitWeight):  # its codes as numbers: a scale that is a power of two changes no bit of them
+                quantise_transposed(weight.codes.to(BF16), top / weight.scale, part)
+                w.scales.copy_(top)
+            else:
+                quantise_transposed(weight, top, part)
             start += weight.shape[0]
         self._dy = found._replace(codes=found.codes[:0])  # what is left to do reads the scales alone
         return _multiplied(found.codes, w.codes, found.scales, w.scales)

@@ -17,7 +17,7 @@ from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .eight_bits import groups_in_eight
 from .graph import InGraph, in_graph_of
-from .projection import SIZE, FourBitWeight, Layout, Projection, by_projection, layout_of
+from .projection import SIZE, CodedWeight, Layout, Projection, by_projection, layout_of
 
 Shape = Tuple[type, Tuple[int, ...]]  # of a tree: its class, and for each field the length of a list, or ONE
 ONE = -1
@@ -125,11 +125,11 @@ class Form:
         return [*[gradients.tensors[place] for place in self.places], *self.layout.present(gradients.parts)]
 
     def kept(self, present: Sequence) -> Sequence:
-        """Returns what autograd keeps: None for what the backward pass does not read, and for a weight in four bits, which is in its
+        """Returns what autograd keeps: None for what the backward pass does not read, and for a `CodedWeight`, which is in its
         `Group`."""
         if self.layout.replayable and not self.dropped:
             return present
-        return [None if i in self.dropped or type(one) is FourBitWeight else one for i, one in enumerate(present)]
+        return [None if i in self.dropped or isinstance(one, CodedWeight) else one for i, one in enumerate(present)]
 
 
 IDENTITIES.add(Form)
@@ -189,7 +189,7 @@ class Node:
         """Returns the results. tensors: the node's named tuple, its first one [..., features]; groups: the projections by what they read;
         dtype: of the products; products: "fp8" for those in eight bits where they are possible and pay (eight_bits.py)."""
         present: list = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
-        dense = [part for part in present if type(part) is not FourBitWeight]
+        dense = [part for part in present if not isinstance(part, CodedWeight)]
         compiling = torch.compiler.is_compiling()
         eights = () if products == "bf16" else groups_in_eight(groups, dtype, tensors[0])
         if compiling or not is_ordinary(*tensors, *dense):

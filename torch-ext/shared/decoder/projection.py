@@ -9,18 +9,57 @@ import torch
 from torch.nn.functional import dropout, linear
 
 from ..ops.common import KEPT, constant, fail, side_by_side
+from ..ops.quantised import E4M3, Quantised, dense_of
 from ..runtime.replay import IDENTITIES
 
 FP32 = torch.float32
 
 
+class CodedWeight:
+    """A frozen weight [out, in] that is kept in fewer bits than it is multiplied in, and is no tensor to a node: its `Group` holds it."""
+
+    __slots__ = ()
+    requires_grad = False
+    shape: Any
+    device: Any
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Makes the weight for one product at a time."""
+        raise NotImplementedError
+
+
 @final
-class FourBitWeight:
-    """A weight [out, in] that another library keeps in four bits and makes dense for one product at a time. dequantize: the
-    library's function of the weight and its state."""
+class EightBitWeight(CodedWeight):
+    """A weight in codes of e4m3, with one scale that is a power of two. codes: [out, in], of e4m3 or its bytes; scale: [1] fp32."""
+
+    __slots__ = ("codes", "scale")
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor):
+        self.codes, self.scale = codes.detach().view(E4M3), scale
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return dense_of(self.codes, self.scale, dtype)
+
+    def in_rows(self) -> Quantised:
+        """The codes with a scale a row."""
+        return Quantised(self.codes, self.scale.repeat(self.codes.shape[0]))
+
+
+@final
+class FourBitWeight(CodedWeight):
+    """A weight [out, in] that another library keeps in four bits. dequantize: the library's function of the weight and its state."""
 
     __slots__ = ("weight", "dequantize")
-    requires_grad = False
     weight: Any  # a tensor with a `quant_state`, of a class that is not imported here
 
     def __init__(self, weight: torch.Tensor, dequantize):
@@ -46,7 +85,7 @@ class Projection(NamedTuple):
     own dtype. scaling: of the adapter, its bias included. dropout: the probability with which an element of the adapter's input is zeroed.
     """
 
-    weight: Union[torch.Tensor, FourBitWeight]
+    weight: Union[torch.Tensor, CodedWeight]
     bias: Optional[torch.Tensor] = None
     a: Optional[torch.Tensor] = None
     b: Optional[torch.Tensor] = None
@@ -56,7 +95,7 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The tensors of a projection, or their gradients. A weight in four bits is in its `Group` and not read here."""
+    """The tensors of a projection, or their gradients. A `CodedWeight` is in its `Group` and not read here."""
 
     weight: Optional[torch.Tensor] = None
     bias: Optional[torch.Tensor] = None
@@ -115,14 +154,14 @@ def needs_in_parts(needs: Sequence) -> List[PartNeeds]:
 
 def is_traceable(projection: Projection) -> bool:
     """Whether a graph may contain a projection: nothing is drawn from a generator, and the weight is a tensor."""
-    return not projection.dropout and not isinstance(projection.weight, FourBitWeight)
+    return not projection.dropout and not isinstance(projection.weight, CodedWeight)
 
 
 def need_traceable(projections: Sequence[Projection]) -> None:
     """Raises ValueError for what a graph has no operator for: `is_traceable` says so first."""
     for i, projection in enumerate(projections):
         if not is_traceable(projection):
-            fail(f"projections[{i}]", "with dropout, or a weight in four bits", "neither, where torch.compile or torch.export traces")
+            fail(f"projections[{i}]", "with dropout, or a weight in codes", "neither, where torch.compile or torch.export traces")
 
 
 class Told(NamedTuple):
@@ -151,7 +190,7 @@ def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tenso
     """A projection in PyTorch, which can differentiate it. x: [..., in], of the dtype in which products are made."""
     weight, bias, a, b, adapter_bias, scaling, probability = projection
     dtype = x.dtype
-    dense = weight.dense(dtype) if isinstance(weight, FourBitWeight) else weight.to(dtype)
+    dense = weight.dense(dtype) if isinstance(weight, CodedWeight) else weight.to(dtype)
     y = linear(x, dense, None if bias is None else bias.to(dtype))
     if a is None or b is None:
         return y
@@ -164,7 +203,7 @@ def check_projection(name: str, projection: Projection, rows: Optional[int], col
     weight, bias, a, b, adapter_bias, *_ = projection
     if len(weight.shape) != 2 or rows not in (None, weight.shape[0]) or weight.shape[1] != columns or weight.device != device:
         fail(f"{name}.weight", f"{list(weight.shape)} on {weight.device}", f"[{rows or 'any'}, {columns}] on {device}")
-    if not isinstance(weight, FourBitWeight) and weight.dtype not in (dtype, FP32):
+    if not isinstance(weight, CodedWeight) and weight.dtype not in (dtype, FP32):
         fail(f"{name}.weight", f"{weight.dtype} {list(weight.shape)} on {weight.device}", f"{dtype} or torch.float32")
     if (a is None) != (b is None) or (a is None and adapter_bias is not None):
         fail(name, "half of an adapter", "a and b, or neither")
@@ -184,7 +223,7 @@ class Group:
         self.dtype, self.eight = dtype, eight
         self.tensors = SIZE * len(projections)
         self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
-        self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
+        self.coded = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, CodedWeight)}
         self.dtypes = [PartDtypes._make([getattr(part, "dtype", None) for part in projection[:SIZE]]) for projection in projections]
         self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
         start = 0
@@ -198,9 +237,9 @@ class Group:
         self.drops = any(self.dropouts[i] for i in self.spans)
         self.biased = any(projection.bias is not None for projection in projections)
         rounded = any(of.weight not in (None, dtype) for of in self.dtypes)
-        self.rounds_weights = rounded and not self.four_bit  # all of them into one matrix
+        self.rounds_weights = rounded and not self.coded  # all of them into one matrix
         self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
-        self.replayable = not self.drops and not self.four_bit
+        self.replayable = not self.drops and not self.coded
 
 
 class Layout:
@@ -222,7 +261,7 @@ class Layout:
         self.places = [i for i, part in enumerate(parts) if part is not None]
         inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
         start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
-        several = inner is not None and len(inner.rows) > 1 and not inner.four_bit
+        several = inner is not None and len(inner.rows) > 1 and not inner.coded
         weights = range(start, start + inner.tensors, SIZE) if inner is not None and several else ()
         self.neighbours = [self.places.index(place) for place in weights]
 
@@ -255,12 +294,12 @@ _layouts: dict = {}
 
 
 def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> Layout:
-    """The `Layout` of a node. Of projections that draw random numbers, or have a weight in four bits, it is a new one each time."""
+    """The `Layout` of a node. Of projections that draw random numbers, or have a `CodedWeight`, it is a new one each time."""
     key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
     replayable = True
     for group in groups:
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
-            if probability or type(weight) is FourBitWeight:
+            if probability or isinstance(weight, CodedWeight):
                 replayable = False
                 break
             of_bias = None if bias is None else bias.dtype

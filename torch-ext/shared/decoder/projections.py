@@ -112,15 +112,17 @@ class Projections:
         self.states: dict = {}  # of each projection with dropout: the generator's state before it
 
     def _set_weights(self) -> None:
-        """Sets the weights in the dtype of the products, None for those in four bits."""
+        """Sets the weights in the dtype of the products, None for a `CodedWeight`."""
         group = self.group
         self.weights: list
         if group.rounds_weights and self.whole is not None:
             self.weights = list(self.whole.split(group.rows))
         else:
             weights: list = [parts.weight for parts in self.parts]
-            self.weights = [None if i in group.four_bit else weight.to(group.dtype) for i, weight in enumerate(weights)]
-        self.eight = EightBits(group, self.weights, self.whole) if group.eight else None
+            self.weights = [None if i in group.coded else weight.to(group.dtype) for i, weight in enumerate(weights)]
+        self.eight = None
+        if group.eight:
+            self.eight = EightBits(group, [group.coded.get(i, weight) for i, weight in enumerate(self.weights)], self.whole)
 
     def _round_adapters(self, copies: Copies) -> None:
         """Sets `a`, all rows of the adapters' a in one matrix, and each b, in the dtype of the products once the copies are made."""
@@ -171,7 +173,7 @@ class Projections:
 
     def _weight(self, i: int) -> torch.Tensor:
         group = self.group
-        return group.four_bit[i].dense(group.dtype) if i in group.four_bit else self.weights[i]
+        return group.coded[i].dense(group.dtype) if i in group.coded else self.weights[i]
 
     def forward(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
         """What each projection makes of x [tokens, in]: [tokens, out].

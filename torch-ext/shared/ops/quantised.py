@@ -1,6 +1,6 @@
 """Operands of products in eight bits, by the kernels of kernel_src/quantise.py: e4m3 codes with scales that are powers of two."""
 
-from typing import NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -91,6 +91,18 @@ def _scale_of(largest: torch.Tensor) -> torch.Tensor:
 def _coded(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The clamp is for what an infinite scale has not made 0: NaN passes it."""
     return (x * scales.reciprocal()).clamp(-TOP, TOP).to(E4M3)
+
+
+def quantise_together(tensors: Sequence[torch.Tensor]) -> Tuple[List[torch.Tensor], torch.Tensor]:
+    """(codes of each tensor, of e4m3; the scale [1] fp32 of them all, which is the one that the largest row of `quantise_rows` has)."""
+    largest = torch.stack([tensor.abs().amax().float() for tensor in tensors])
+    scale = _scale_of(largest.amax(0, keepdim=True))
+    return [_coded(tensor.to(accumulation_dtype(tensor.dtype)), scale) for tensor in tensors], scale
+
+
+def dense_of(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that codes with one scale stand for, exact in bf16. codes: of e4m3, or its bytes; scale: [1] fp32."""
+    return codes.view(E4M3).to(dtype).mul_(scale)
 
 
 def restored(quantised: Quantised) -> torch.Tensor:

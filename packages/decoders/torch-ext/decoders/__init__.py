@@ -5,12 +5,14 @@ from .api import (
     apply,
     capture,
     clear_autotune_cache,
+    eight_bits,
     explain,
     get_patched_ops,
     kernelize,
     mapping,
     report,
     reset,
+    sixteen_bits,
     warmup_all_kernels,
 )
 from .shared.hf.optimizer import AdamW
@@ -30,6 +32,7 @@ __all__ = [
     "attention",
     "capture",
     "clear_autotune_cache",
+    "eight_bits",
     "explain",
     "get_patched_ops",
     "kernelize",
@@ -43,6 +46,7 @@ __all__ = [
     "reset",
     "rms_norm",
     "rotary",
+    "sixteen_bits",
     "swiglu",
     "warmup_all_kernels",
 ]

@@ -5,12 +5,14 @@ from .api import (
     apply,
     capture,
     clear_autotune_cache,
+    eight_bits,
     explain,
     get_patched_ops,
     kernelize,
     mapping,
     report,
     reset,
+    sixteen_bits,
     warmup_all_kernels,
 )
 from .shared.hf.optimizer import AdamW
@@ -31,6 +33,7 @@ __all__ = [
     "attention",
     "capture",
     "clear_autotune_cache",
+    "eight_bits",
     "experts",
     "explain",
     "get_patched_ops",
@@ -45,6 +48,7 @@ __all__ = [
     "reset",
     "rms_norm",
     "rotary",
+    "sixteen_bits",
     "swiglu",
     "warmup_all_kernels",
 ]

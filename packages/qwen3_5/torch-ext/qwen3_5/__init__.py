@@ -5,12 +5,14 @@ from .api import (
     apply,
     capture,
     clear_autotune_cache,
+    eight_bits,
     explain,
     get_patched_ops,
     kernelize,
     mapping,
     report,
     reset,
+    sixteen_bits,
     warmup_all_kernels,
 )
 from .shared.hf.optimizer import AdamW
@@ -30,6 +32,7 @@ __all__ = [
     "attention",
     "capture",
     "clear_autotune_cache",
+    "eight_bits",
     "explain",
     "gated_delta_rule",
     "gated_delta_step",
@@ -44,5 +47,6 @@ __all__ = [
     "report",
     "reset",
     "short_conv",
+    "sixteen_bits",
     "warmup_all_kernels",
 ]

@@ -6,6 +6,7 @@ from torch import nn
 
 from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from ..family import options, ownership, versions
+from ..layer import eight_bit_weights
 from ..say import doctor
 from . import one_model, patching, warmup
 from .served import Served
@@ -73,6 +74,31 @@ class Interface:
         """
         told = attention, unpad, keep_attention, recompute_mlp, log_probs, products
         return one_model.kernelize(self.families, model, mode, *told, self._shapes)
+
+    def eight_bits(self, model):
+        """Turns the frozen weights of the dense decoder layers' linear layers to eight bits, in place, and returns the model: half their
+        memory, as QLoRA's four bits are a quarter.
+
+        q, k, v, o, gate, up and down become codes in float8_e4m3fn with one scale, a power of two, for the weights that read one input.
+        That rounds each weight once, by a thirty-second of it at most. Embeddings, head, norms, biases and experts stay as they are.
+        Products are made in 16 bits of the numbers that the codes stand for, which bf16 holds exactly; with `products="fp8"` they are made
+        of the codes, where they are in eight bits. Call it before or after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
+
+        Adapters are saved as ever. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
+        `from_pretrained` reads. Merging adapters writes to weights and is refused: call `sixteen_bits(model)` first.
+
+        model: alone or inside another module (PEFT), on its device. Raises ValueError that names the weight where one is to be trained
+        (`model.requires_grad_(False)` freezes all), is not finite, or is held by anything but a plain torch.nn.Linear, and where another
+        library has quantised the model; nothing is changed then. Raises TypeError when the model has no dense decoder layers of this kind.
+        """
+        layers = [(own, layer) for layer in model.modules() for own in self.rows if warmup.is_layer_of(own, layer)]
+        return eight_bit_weights.eight_bits(layers, model)
+
+    def sixteen_bits(self, model):
+        """Turns what `eight_bits` did back, in place, and returns the model: torch.nn.Linear again, with frozen weights of the numbers that
+        the codes stand for, in the dtype of before. What `eight_bits` rounded stays rounded. Does nothing to a model without such weights.
+        """
+        return eight_bit_weights.sixteen_bits(model)
 
     def explain(self, model):
         """Says which parts of a model run fused and, for the others, why not and what to do about it.

@@ -37,6 +37,7 @@ from ..attention.masks import (
 )
 from ..capture.capture import is_wanted
 from ..family.arguments import CACHE
+from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
@@ -45,9 +46,9 @@ KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or 
 READ = SAVED + "labels_are_read"  # on a decoder: the `Reading` of its caller
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
 UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
-# What treats each token by itself, or holds others: of PyTorch, and by the beginning of their modules' names, of other libraries.
+# What treats each token by itself, or holds others: of PyTorch and this package, and by the beginning of their modules' names, of other libraries.
 OF_TORCH = {
-    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
+    *(nn.Linear, EightBitLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
     *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
 }

@@ -1,5 +1,5 @@
-"""Takes linear layers apart into what an operation multiplies by: PyTorch's own, PEFT's LoRA around it, and bitsandbytes' in four bits;
-and PEFT's LoRA on the parameters of experts and routers.
+"""Takes linear layers apart into what an operation multiplies by: PyTorch's own, ours in eight bits, bitsandbytes' in four, and PEFT's LoRA
+around each; and PEFT's LoRA on the parameters of experts and routers.
 
 Only what is exactly as those libraries wrote it, with its own forward, without hooks, and with weights that are
 ordinary tensors; all else is None, and called as the module that it is. Neither library is imported here: a layer of theirs can only exist
@@ -16,6 +16,7 @@ from torch import nn
 from ...decoder.projection import FourBitWeight, Projection, is_traceable
 from ...ops.common import constant_when_traced
 from ...ops.expert_adapters import ExpertAdapter, ExpertAdapters
+from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
 from .modules import own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
@@ -87,6 +88,11 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
         if bias is not None and bias.dtype != weight.dtype:
             return Reason("dtype", f"its bias is {bias.dtype} where the weight is {weight.dtype}")
         return Projection(weight, bias)
+    if type(layer) is EightBitLinear:
+        reason, bias = why_not_plain(layer, True, EightBitLinear), held(layer, "bias")
+        if reason is None and bias is not None and bias.dtype not in (dtype, FP32):
+            reason = Reason("dtype", f"its bias is {bias.dtype} where the products are {dtype}")
+        return reason or Projection(layer.in_codes(), bias)
     found = four_bit_weight(layer, dtype)
     return Projection(found) if found is not None else why_not_plain(layer) or Reason("called", "it is called as it is")
 

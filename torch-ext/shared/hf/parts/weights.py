@@ -54,13 +54,13 @@ def weight_within(module) -> Optional[torch.Tensor]:
     return next((value for value in attributes if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
+def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear) -> Optional[Reason]:
     """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; None when it does just that.
-    with_bias: whether it may add an ordinary bias.
+    with_bias: whether it may add an ordinary bias. kind: of the layer, torch.nn.Linear or one of ours that computes the same.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
-    if type(layer) is not nn.Linear:
+    if type(layer) is not kind:
         return Reason("called", f"a {type(layer).__module__}.{type(layer).__name__} is called as it is")
     state = layer.__dict__
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:

@@ -1,0 +1,126 @@
+"""`eight_bits` and `sixteen_bits`: the frozen weights of decoder layers in codes, once, and back."""
+
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ...ops.common import fail
+from ...ops.quantised import quantise_together
+from ..family.families import names_of
+from ..parts.eight_bit_linear import BLOCK, EightBitLinear
+from ..parts.explanation import Reason
+from ..parts.weights import held, why_not_plain
+from .decoder_layer import FusedLayer
+from .sparse_block import is_sparse
+
+CONFIG = "quantization_config"
+Layers = Iterable[Tuple[FusedLayer, nn.Module]]
+
+
+def _linears_of(own: FusedLayer, layer) -> List[Dict[str, nn.Module]]:
+    """The linear layers of a decoder layer whose products may be in eight bits, by name and by what they read; none of one with experts."""
+    parts, family = layer.__dict__["_modules"], own.family
+    block = parts[family.block]
+    if is_sparse(block):
+        return []
+    found: List[Dict[str, nn.Module]] = []
+
+    def add(module, part: str, *names: str) -> None:
+        found.append({f"{part}.{name}": module.__dict__["_modules"][name] for name in names})
+
+    for mixer in family.mixers:
+        if mixer.name in parts:
+            add(parts[mixer.name], mixer.name, mixer.output)
+    if not family.mixers and not own.calls_attention:
+        add(parts["self_attn"], "self_attn", *family.qkv)
+        add(parts["self_attn"], "self_attn", "o_proj")
+    if not own.calls_mlp:
+        add(block, family.block, *family.gate_up)
+        add(block, family.block, family.down)
+    return found
+
+
+def _below_adapters(layer) -> Any:
+    """The layer that adapters of PEFT stand around; any other layer itself."""
+    while "base_layer" in layer.__dict__["_modules"]:
+        layer = layer.__dict__["_modules"]["base_layer"]
+    return layer
+
+
+def _checked(name: str, layer) -> nn.Linear:
+    """Raises ValueError where a layer is no plain torch.nn.Linear with a frozen weight."""
+    reason = why_not_plain(layer, True)
+    if reason is not None:
+        fail(name, f"no plain torch.nn.Linear ({reason.text})", "one, in 16 or 32 bits, whole on its device and without hooks")
+    weight: torch.Tensor = held(layer, "weight")
+    if weight.requires_grad:
+        advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
+        fail(f"{name}.weight", "to be trained (requires_grad)", advice)
+    if not bool(weight.isfinite().all()):
+        fail(f"{name}.weight", "not finite", "numbers without infinities and NaN")
+    return layer
+
+
+def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
+    """Turns the weights of decoder layers to eight bits; see `eight_bits` of a package."""
+    names = {module: name for name, module in model.named_modules()}
+    groups = [(f"{names[layer]}.", group) for own, layer in layers for group in _linears_of(own, layer)]
+    if not groups:
+        fail("model", f"a {type(model).__name__}", "a model with dense decoder layers of this package's families", TypeError)
+    found: List[List[nn.Linear]] = []
+    for prefix, group in groups:  # all of them, before anything is changed
+        linears = {prefix + name: _below_adapters(linear) for name, linear in group.items()}
+        found.append([_checked(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])
+    configs = _configs(model)
+    for linears_of_one in filter(None, found):
+        codes, scale = quantise_together([held(linear, "weight").detach() for linear in linears_of_one])
+        for linear, each in zip(linears_of_one, codes):
+            EightBitLinear.take(linear, each, scale.clone())
+    for part, config in configs:
+        setattr(config, CONFIG, _as_fine_grained(part))
+    return model
+
+
+def sixteen_bits(model: nn.Module) -> nn.Module:
+    """Turns weights in eight bits back; see `sixteen_bits` of a package."""
+    for module in model.modules():
+        if isinstance(module, EightBitLinear):
+            module.give_back()
+    for _, config in _configs(model):
+        if getattr(config, CONFIG, None) is not None:
+            delattr(config, CONFIG)
+    return model
+
+
+def _configs(model: nn.Module) -> List[Tuple[nn.Module, Any]]:
+    """[(model of transformers, its configuration)], of those that `save_pretrained` writes. Raises ValueError for one that another
+    library has quantised."""
+    found: Dict[int, Tuple[nn.Module, Any]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "save_pretrained") and hasattr(config, "to_dict") and hasattr(module, "hf_quantizer"):
+            found.setdefault(id(config), (module, config))
+    for module, config in found.values():
+        method = getattr(getattr(config, CONFIG, None), "quant_method", None)
+        if method is not None and str(getattr(method, "value", method)) != "fp8":
+            fail("model", f"quantised by {method}", "one whose weights are in 16 bits")
+    return list(found.values())
+
+
+def _as_fine_grained(model: nn.Module):
+    """What transformers reads in a saved configuration, to load codes with their scales."""
+    from transformers import FineGrainedFP8Config
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    others = [name for name, module in linears.items() if not isinstance(module, EightBitLinear)]
+    plain = [name.replace(".base_layer", "") for name in others if ".lora_" not in name]
+    return FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), modules_to_not_convert=plain)
+
+
+def explain_weights(layer: nn.Module) -> List[Tuple[str, Optional[Reason]]]:
+    """[(what of a decoder layer is kept in eight bits, and the memory that saves, None)]; nothing where nothing is."""
+    named = {name: module for name, module in layer.named_modules() if isinstance(module, EightBitLinear)}
+    saved = sum(module.in_features * module.out_features * (module.dense_dtype.itemsize - 1) - 4 for module in named.values())
+    names = ", ".join(name.replace(".base_layer", "").rpartition(".")[2] for name in named)
+    return [(f"weights of {names} in eight bits, {saved / 2**20:.1f} MiB saved", None)] if named else []

@@ -1,0 +1,148 @@
+"""A linear layer whose frozen weight is kept in eight bits.
+
+| of the layer            | what it is                                                                                        |
+|-------------------------|---------------------------------------------------------------------------------------------------|
+| the parameter `weight`  | codes of e4m3 as bytes: integers, which no cast of a model changes, and which need no gradient     |
+| the buffer `scale_bits` | their scale, a power of two in float32, as an integer for the same reason                         |
+| the attribute `weight`  | the numbers that both stand for, made anew each time it is read, and not to be written to         |
+| in a state dict         | `weight` in float8_e4m3fn and `weight_scale_inv`, as transformers' FineGrainedFP8 has them        |
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from ...decoder.nodes import product_dtype
+from ...decoder.projection import EightBitWeight
+from ...ops.quantised import E4M3, dense_of, quantise_together
+
+BLOCK = 128  # rows and columns for which FineGrainedFP8 has a scale; all of a weight's are equal here
+WRITES = "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__"  # and every method whose name ends in "_"
+REFUSED = (
+    "a weight in eight bits cannot be written to: its numbers are made when they are read. Call sixteen_bits(model) first, for example "
+    "before merge_and_unload()"
+)
+
+
+class _ReadOnly(torch.Tensor):
+    """The numbers of a weight in eight bits. A write would be lost, so it raises RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], cls) and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
+            raise RuntimeError(REFUSED)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found.as_subclass(cls) if func is torch.Tensor.data.__get__ or func is torch.Tensor.detach else found
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + bias, which keeps W's codes for the backward pass and makes W anew there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, codes, scale, bias):
+        return linear(x, dense_of(codes, scale, x.dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:3])
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = dy @ dense_of(*ctx.saved_tensors, dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+
+
+class EightBitLinear(nn.Linear):
+    """A torch.nn.Linear in eight bits, as `eight_bits` makes it. Called by itself, it multiplies in its input's dtype, or autocast's."""
+
+    scale_bits: torch.Tensor  # [1] int32
+    dense_dtype: torch.dtype  # of `weight`, when it is read
+
+    @classmethod
+    def take(cls, layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Makes a torch.nn.Linear one of these, in place, which frees its weight. codes: [out, in] of e4m3; scale: [1] fp32."""
+        dtype = layer.weight.dtype
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        layer.dense_dtype = dtype
+        layer._parameters["weight"] = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        layer.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
+
+    def give_back(self) -> None:
+        """Makes it a torch.nn.Linear again, whose frozen weight has the numbers that the codes stand for."""
+        weight = self.in_codes().dense(self.dense_dtype)
+        del self._buffers["scale_bits"], self.dense_dtype
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+    def in_codes(self) -> EightBitWeight:
+        codes: Any = self._parameters.get("weight")
+        if codes is None:
+            raise RuntimeError(f"the codes of a layer in eight bits are gone: a library put something in their place. {REFUSED}")
+        return EightBitWeight(codes, self.scale_bits.view(torch.float32))
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return self.in_codes().dense(self.dense_dtype).as_subclass(_ReadOnly)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias, dtype = self.in_codes(), self.bias, product_dtype(x)
+        return _Product.apply(x.to(dtype), weight.codes, weight.scale, None if bias is None else bias.to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, weight in eight bits"
+
+    def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
+        if name == "weight" and (param is None or param.dtype != torch.uint8):
+            raise RuntimeError(REFUSED)
+        super().register_parameter(name, param)
+
+    def _apply(self, fn, recurse=True):
+        self.dense_dtype = fn(torch.empty((0,), dtype=self.dense_dtype, device=self.scale_bits.device)).dtype
+        return super()._apply(fn, recurse)
+
+    # ---------------------------------------------------------------- state dicts
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].view(E4M3)
+        blocks = [-(-length // BLOCK) for length in (self.out_features, self.in_features)]
+        destination[f"{prefix}weight_scale_inv"] = self.scale_bits.view(torch.float32).repeat(blocks[0], blocks[1])
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        """Takes codes with one scale as they are, and rounds everything else anew: a weight in 16 bits, codes with scales of blocks."""
+        name, found = f"{prefix}weight", dict(state_dict)
+        weight, scales = found.get(name), found.pop(f"{name}_scale_inv", None)
+        scale = None
+        if weight is not None and weight.dtype == E4M3 and scales is None:
+            error_msgs.append(f"{name} is in eight bits without {name}_scale_inv, the scale of its codes")
+            return
+        if weight is not None and weight.dtype == E4M3:
+            scale = only_scale(scales)
+            weight = weight if scale is not None else dense_of_blocks(weight, scales)
+        if weight is not None and scale is None:
+            (weight,), scale = quantise_together([weight])
+        if weight is not None:
+            found[name] = weight.view(torch.uint8)
+        before = len(error_msgs)
+        super()._load_from_state_dict(found, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if scale is not None and len(error_msgs) == before:
+            self.scale_bits = scale.to(self.scale_bits.device).view(torch.int32)
+
+
+def only_scale(scales: torch.Tensor) -> Optional[torch.Tensor]:
+    """The scale [1] fp32 of all blocks, None where there are several, or none that is a power of two."""
+    flat = scales.flatten().float()
+    is_power = float(flat[0]) > 0 and float(flat[0].frexp().mantissa) == 0.5
+    return flat[:1].clone() if is_power and bool((flat == flat[0]).all()) else None
+
+
+def dense_of_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers [out, in] fp32 that codes with a scale a block of BLOCK x BLOCK stand for. scales: [blocks of rows, of columns]."""
+    rows, columns = codes.shape
+    return codes.float() * scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
