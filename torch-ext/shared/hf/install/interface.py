@@ -85,11 +85,12 @@ class Interface:
         of the codes, where they are in eight bits. Call it before or after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
 
         Adapters are saved as ever. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
-        `from_pretrained` reads. Merging adapters writes to weights and is refused: call `sixteen_bits(model)` first.
+        `from_pretrained` reads. Merging adapters writes to weights and is refused: call `sixteen_bits(model)` first. A
+        model that transformers loaded from such a layout, in blocks with scales of their own, is taken too, and rounded once more.
 
         model: alone or inside another module (PEFT), on its device. Raises ValueError that names the weight where one is to be trained
-        (`model.requires_grad_(False)` freezes all), is not finite, or is held by anything but a plain torch.nn.Linear, and where another
-        library has quantised the model; nothing is changed then. Raises TypeError when the model has no dense decoder layers of this kind.
+        (`model.requires_grad_(False)` freezes all), is not finite, or is held by another kind of layer, and where another library has
+        quantised the model; nothing is changed then. Raises TypeError when the model has no dense decoder layers of this kind.
         """
         layers = [(own, layer) for layer in model.modules() for own in self.rows if warmup.is_layer_of(own, layer)]
         return eight_bit_weights.eight_bits(layers, model)

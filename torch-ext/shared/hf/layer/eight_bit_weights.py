@@ -1,20 +1,21 @@
 """`eight_bits` and `sixteen_bits`: the frozen weights of decoder layers in codes, once, and back."""
 
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ...ops.common import fail
 from ...ops.quantised import quantise_together
-from ..family.families import names_of
-from ..parts.eight_bit_linear import BLOCK, EightBitLinear
+from ..parts.adapters import is_untouched
+from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
 from ..parts.weights import held, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
 
 CONFIG = "quantization_config"
+FINE_GRAINED = "transformers.integrations.finegrained_fp8", "FP8Linear"
 Layers = Iterable[Tuple[FusedLayer, nn.Module]]
 
 
@@ -48,18 +49,33 @@ def _below_adapters(layer) -> Any:
     return layer
 
 
-def _checked(name: str, layer) -> nn.Linear:
-    """Raises ValueError where a layer is no plain torch.nn.Linear with a frozen weight."""
-    reason = why_not_plain(layer, True)
-    if reason is not None:
-        fail(name, f"no plain torch.nn.Linear ({reason.text})", "one, in 16 or 32 bits, whole on its device and without hooks")
+class Found(NamedTuple):
+    """A linear layer, and the numbers of its weight in 16 or 32 bits, made when they are called for. dtype: of the weight."""
+
+    layer: nn.Linear
+    numbers: Callable[[], torch.Tensor]
+    dtype: torch.dtype
+
+
+def _found(name: str, layer) -> Found:
+    """Raises ValueError where a layer is not torch.nn.Linear, or transformers' FP8Linear, with a frozen weight and without hooks."""
     weight: torch.Tensor = held(layer, "weight")
+    if type(layer).__module__ == FINE_GRAINED[0] and is_untouched(layer, *FINE_GRAINED):
+        scales, block = held(layer, "weight_scale_inv"), layer.block_size
+        if layer.activation_scheme != "dynamic" or block is None or tuple(block) != (BLOCK, BLOCK):
+            fail(name, f"in blocks of {block} with {layer.activation_scheme} scales of its input", f"blocks of {BLOCK}, dynamic")
+        found = Found(layer, lambda: dense_of_blocks(weight.detach(), scales.detach()), torch.bfloat16)
+    else:
+        reason = why_not_plain(layer, True)
+        if reason is not None:
+            fail(name, f"no plain torch.nn.Linear ({reason.text})", "one, in 16 or 32 bits, whole on its device and without hooks")
+        found = Found(layer, weight.detach, weight.dtype)
     if weight.requires_grad:
         advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
         fail(f"{name}.weight", "to be trained (requires_grad)", advice)
-    if not bool(weight.isfinite().all()):
+    if not bool(found.numbers().isfinite().all()):
         fail(f"{name}.weight", "not finite", "numbers without infinities and NaN")
-    return layer
+    return found
 
 
 def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
@@ -68,17 +84,18 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
     groups = [(f"{names[layer]}.", group) for own, layer in layers for group in _linears_of(own, layer)]
     if not groups:
         fail("model", f"a {type(model).__name__}", "a model with dense decoder layers of this package's families", TypeError)
-    found: List[List[nn.Linear]] = []
+    found: List[List[Found]] = []
     for prefix, group in groups:  # all of them, before anything is changed
         linears = {prefix + name: _below_adapters(linear) for name, linear in group.items()}
-        found.append([_checked(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])
+        found.append([_found(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])
     configs = _configs(model)
-    for linears_of_one in filter(None, found):
-        codes, scale = quantise_together([held(linear, "weight").detach() for linear in linears_of_one])
-        for linear, each in zip(linears_of_one, codes):
-            EightBitLinear.take(linear, each, scale.clone())
+    for of_one_input in filter(None, found):
+        codes, scale = quantise_together([each.numbers() for each in of_one_input])
+        for (linear, _, dtype), each in zip(of_one_input, codes):
+            EightBitLinear.take(linear, each, scale.clone(), dtype)
     for part, config in configs:
         setattr(config, CONFIG, _as_fine_grained(part))
+        _save_as_they_are(part)
     return model
 
 
@@ -96,12 +113,13 @@ def sixteen_bits(model: nn.Module) -> nn.Module:
 def _configs(model: nn.Module) -> List[Tuple[nn.Module, Any]]:
     """[(model of transformers, its configuration)], of those that `save_pretrained` writes. Raises ValueError for one that another
     library has quantised."""
+    from transformers import PreTrainedModel
+
     found: Dict[int, Tuple[nn.Module, Any]] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(module, "save_pretrained") and hasattr(config, "to_dict") and hasattr(module, "hf_quantizer"):
-            found.setdefault(id(config), (module, config))
-    for module, config in found.values():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), (module, module.config))
+    for _, config in found.values():
         method = getattr(getattr(config, CONFIG, None), "quant_method", None)
         if method is not None and str(getattr(method, "value", method)) != "fp8":
             fail("model", f"quantised by {method}", "one whose weights are in 16 bits")
@@ -116,6 +134,15 @@ def _as_fine_grained(model: nn.Module):
     others = [name for name, module in linears.items() if not isinstance(module, EightBitLinear)]
     plain = [name.replace(".base_layer", "") for name in others if ".lora_" not in name]
     return FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), modules_to_not_convert=plain)
+
+
+def _save_as_they_are(model: nn.Module) -> None:
+    """Has transformers save the weights of a model that it loaded from codes as they are now, which it would quantise again."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    names = [[type(each).__name__ for each in getattr(conversion, "operations", None) or ()] for conversion in conversions]
+    if ["Fp8Dequantize"] in names:
+        kept = [conversion for conversion, each in zip(conversions, names) if each != ["Fp8Dequantize"]]
+        model._weight_conversions = kept  # type: ignore[assignment]
 
 
 def explain_weights(layer: nn.Module) -> List[Tuple[str, Optional[Reason]]]:

@@ -46,7 +46,8 @@ KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or 
 READ = SAVED + "labels_are_read"  # on a decoder: the `Reading` of its caller
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
 UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
-# What treats each token by itself, or holds others: of PyTorch and this package, and by the beginning of their modules' names, of other libraries.
+# What treats each token by itself, or holds others: of PyTorch and this package, and by the beginning of their modules' names, of other
+# libraries.
 OF_TORCH = {
     *(nn.Linear, EightBitLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
     *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),

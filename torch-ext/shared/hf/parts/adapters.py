@@ -53,7 +53,7 @@ def _is_library_forward(function, cls, module: str, name: str) -> bool:
     return function is _library_forward(cls, module, name)
 
 
-def _is_untouched(layer, module: str, name: str) -> bool:
+def is_untouched(layer, module: str, name: str) -> bool:
     function = own_forward(layer)
     if torch.compiler.is_compiling():
         return type(function) is FunctionType and _is_library_forward(function, type(layer), module, name)
@@ -62,7 +62,7 @@ def _is_untouched(layer, module: str, name: str) -> bool:
 
 def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
     """The weight of a layer of bitsandbytes that does nothing but multiply by it, in a dtype; None for all else."""
-    if type(layer).__module__ != FOUR_BIT[0] or not _is_untouched(layer, *FOUR_BIT):
+    if type(layer).__module__ != FOUR_BIT[0] or not is_untouched(layer, *FOUR_BIT):
         return None
     state = layer.__dict__
     weight = held(layer, "weight")
@@ -89,7 +89,7 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
             return Reason("dtype", f"its bias is {bias.dtype} where the weight is {weight.dtype}")
         return Projection(weight, bias)
     if type(layer) is EightBitLinear:
-        reason, bias = why_not_plain(layer, True, EightBitLinear), held(layer, "bias")
+        reason, bias = why_not_plain(layer, True, EightBitLinear, "codes"), held(layer, "bias")
         if reason is None and bias is not None and bias.dtype not in (dtype, FP32):
             reason = Reason("dtype", f"its bias is {bias.dtype} where the products are {dtype}")
         return reason or Projection(layer.in_codes(), bias)
@@ -140,7 +140,7 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
 
 def _active(layer, name: str) -> Union[str, Reason]:
     """The name of the adapter that a LoRA layer of PEFT's class adds, "" for none; or why that cannot be told. name: of the class."""
-    if not _is_untouched(layer, type(layer).__module__, name):
+    if not is_untouched(layer, type(layer).__module__, name):
         return Reason("hooks", "hooks listen to the LoRA layer, or its forward was replaced")
     state = layer.__dict__
     merged, disabled = state.get("merged_adapters"), state.get("_disable_adapters")

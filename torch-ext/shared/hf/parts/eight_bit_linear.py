@@ -1,14 +1,14 @@
 """A linear layer whose frozen weight is kept in eight bits.
 
-| of the layer            | what it is                                                                                        |
-|-------------------------|---------------------------------------------------------------------------------------------------|
-| the parameter `weight`  | codes of e4m3 as bytes: integers, which no cast of a model changes, and which need no gradient     |
-| the buffer `scale_bits` | their scale, a power of two in float32, as an integer for the same reason                         |
-| the attribute `weight`  | the numbers that both stand for, made anew each time it is read, and not to be written to         |
-| in a state dict         | `weight` in float8_e4m3fn and `weight_scale_inv`, as transformers' FineGrainedFP8 has them        |
+| of the layer            | what it is                                                                                     |
+|-------------------------|------------------------------------------------------------------------------------------------|
+| the parameter `codes`   | codes of e4m3 as bytes: integers, which no cast of a model changes, and which get no gradient   |
+| the buffer `scale_bits` | their scale, a power of two in float32, as an integer for the same reason                      |
+| the property `weight`   | the numbers that both stand for, made anew each time it is read, and not to be written to      |
+| in a state dict         | `weight` in float8_e4m3fn and `weight_scale_inv`, as transformers' FineGrainedFP8 has them     |
 """
 
-from typing import Any, Optional
+from typing import List, Optional
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from torch.nn.functional import linear
 from ...decoder.nodes import product_dtype
 from ...decoder.projection import EightBitWeight
 from ...ops.quantised import E4M3, dense_of, quantise_together
+from .weights import is_plain
 
 BLOCK = 128  # rows and columns for which FineGrainedFP8 has a scale; all of a weight's are equal here
 WRITES = "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__"  # and every method whose name ends in "_"
+SHARING = vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach  # what gives the same memory again, and is no view
 REFUSED = (
     "a weight in eight bits cannot be written to: its numbers are made when they are read. Call sixteen_bits(model) first, for example "
     "before merge_and_unload()"
@@ -31,12 +33,16 @@ class _ReadOnly(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], cls) and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
+        name, named = getattr(func, "__name__", ""), kwargs or {}
+        written = [named.get("out")]
+        if name in WRITES or (name.endswith("_") and not name.endswith("__")):
+            written += [*args[:1], named.get("tensor"), named.get("input")]
+        if any(isinstance(each, cls) for each in written):
             raise RuntimeError(REFUSED)
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        return found.as_subclass(cls) if func is torch.Tensor.data.__get__ or func is torch.Tensor.detach else found
+            found = func(*args, **named)
+            shared = isinstance(found, torch.Tensor) and (found._is_view() or func in SHARING)
+            return found.as_subclass(cls) if shared else found
 
 
 class _Product(torch.autograd.Function):
@@ -54,42 +60,50 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx = dy @ dense_of(*ctx.saved_tensors, dy.dtype) if ctx.needs_input_grad[0] else None
+        codes, scale = ctx.saved_tensors
+        dx = dy @ dense_of(codes, scale, dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
 
 
 class EightBitLinear(nn.Linear):
     """A torch.nn.Linear in eight bits, as `eight_bits` makes it. Called by itself, it multiplies in its input's dtype, or autocast's."""
 
+    codes: torch.Tensor  # [out, in] uint8
     scale_bits: torch.Tensor  # [1] int32
     dense_dtype: torch.dtype  # of `weight`, when it is read
 
     @classmethod
-    def take(cls, layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Makes a torch.nn.Linear one of these, in place, which frees its weight. codes: [out, in] of e4m3; scale: [1] fp32."""
-        dtype = layer.weight.dtype
+    def take(cls, layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        """Makes a torch.nn.Linear one of these, in place, which frees its weight. codes: [out, in] of e4m3; scale: [1] fp32; dtype: of
+        `weight`, when it is read."""
+        for name in [name for name in layer._parameters if name != "bias"]:
+            del layer._parameters[name]
         layer.__class__ = cls
         assert isinstance(layer, cls)
         layer.dense_dtype = dtype
-        layer._parameters["weight"] = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        layer.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         layer.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
 
     def give_back(self) -> None:
         """Makes it a torch.nn.Linear again, whose frozen weight has the numbers that the codes stand for."""
         weight = self.in_codes().dense(self.dense_dtype)
-        del self._buffers["scale_bits"], self.dense_dtype
+        del self.codes, self.scale_bits, self.dense_dtype
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
     def in_codes(self) -> EightBitWeight:
-        codes: Any = self._parameters.get("weight")
-        if codes is None:
-            raise RuntimeError(f"the codes of a layer in eight bits are gone: a library put something in their place. {REFUSED}")
-        return EightBitWeight(codes, self.scale_bits.view(torch.float32))
+        return EightBitWeight(self.codes, self.scale_bits.view(torch.float32))
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        return self.in_codes().dense(self.dense_dtype).as_subclass(_ReadOnly)
+        dense = self.in_codes().dense(self.dense_dtype)
+        return dense.as_subclass(_ReadOnly) if is_plain(dense) else dense
+
+    @property
+    def weight_scale_inv(self) -> torch.Tensor:
+        """The scale for each block, [blocks of rows, of columns] fp32."""
+        blocks = [-(-length // BLOCK) for length in (self.out_features, self.in_features)]
+        return self.scale_bits.view(torch.float32).repeat(blocks[0], blocks[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, dtype = self.in_codes(), self.bias, product_dtype(x)
@@ -99,7 +113,7 @@ class EightBitLinear(nn.Linear):
         return f"{super().extra_repr()}, weight in eight bits"
 
     def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
-        if name == "weight" and (param is None or param.dtype != torch.uint8):
+        if name == "weight":
             raise RuntimeError(REFUSED)
         super().register_parameter(name, param)
 
@@ -110,15 +124,13 @@ class EightBitLinear(nn.Linear):
     # ---------------------------------------------------------------- state dicts
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].view(E4M3)
-        blocks = [-(-length // BLOCK) for length in (self.out_features, self.in_features)]
-        destination[f"{prefix}weight_scale_inv"] = self.scale_bits.view(torch.float32).repeat(blocks[0], blocks[1])
+        destination[f"{prefix}weight"] = destination.pop(f"{prefix}codes").view(E4M3)
+        destination[f"{prefix}weight_scale_inv"] = self.weight_scale_inv
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         """Takes codes with one scale as they are, and rounds everything else anew: a weight in 16 bits, codes with scales of blocks."""
-        name, found = f"{prefix}weight", dict(state_dict)
-        weight, scales = found.get(name), found.pop(f"{name}_scale_inv", None)
-        scale = None
+        name, found, scale = f"{prefix}weight", dict(state_dict), None
+        weight, scales = found.pop(name, None), found.pop(f"{name}_scale_inv", None)
         if weight is not None and weight.dtype == E4M3 and scales is None:
             error_msgs.append(f"{name} is in eight bits without {name}_scale_inv, the scale of its codes")
             return
@@ -128,9 +140,11 @@ class EightBitLinear(nn.Linear):
         if weight is not None and scale is None:
             (weight,), scale = quantise_together([weight])
         if weight is not None:
-            found[name] = weight.view(torch.uint8)
+            found[f"{prefix}codes"] = weight.view(torch.uint8)
+        missing: List[str] = []
         before = len(error_msgs)
-        super()._load_from_state_dict(found, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(found, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [name if key == f"{prefix}codes" else key for key in missing]
         if scale is not None and len(error_msgs) == before:
             self.scale_bits = scale.to(self.scale_bits.device).view(torch.int32)
 

@@ -54,9 +54,10 @@ def weight_within(module) -> Optional[torch.Tensor]:
     return next((value for value in attributes if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear) -> Optional[Reason]:
+def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear, name: str = "weight") -> Optional[Reason]:
     """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; None when it does just that.
-    with_bias: whether it may add an ordinary bias. kind: of the layer, torch.nn.Linear or one of ours that computes the same.
+    with_bias: whether it may add an ordinary bias. kind: of the layer, torch.nn.Linear or one of ours that computes the same of a parameter
+    with a name.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
@@ -67,7 +68,7 @@ def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear) -> Opt
         return Reason("hooks", "hooks listen to it")
     if "forward" in state:
         return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'an object without a module')}")
-    bias, weight = held(layer, "bias"), held(layer, "weight")
+    bias, weight = held(layer, "bias"), held(layer, name)
     if bias is not None and not with_bias:
         return Reason("bias", "it has a bias")
     if bias is not None and not is_plain(bias):
