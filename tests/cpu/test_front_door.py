@@ -125,6 +125,18 @@ def test_gpt_oss_is_fused_without_an_mlp(bastile):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_weights_in_eight_bits_are_those_of_the_package_that_serves_a_model(bastile, hub, name):
+    model = MODELS[name]().requires_grad_(False)
+    if name in ("bastile/gpt-oss", "bastile/moe"):  # of experts alone
+        with pytest.raises(TypeError, match="expected a model with dense decoder layers"):
+            bastile.eight_bits(model)
+        return
+    parts = {module for module in bastile.eight_bits(model).modules() if type(module).__name__ == "EightBitLinear"}
+    assert {type(module).__module__.partition(".")[0] for module in parts} == {hub[name].__name__.partition(".")[0]}
+    assert bastile.sixteen_bits(model) is model and {type(module) for module in parts} == {torch.nn.Linear}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bastile, hub, name, caplog, monkeypatch, tmp_path):
     model, cleared = MODELS[name](), []
     expected = step_of(model)

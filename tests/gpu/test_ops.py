@@ -183,6 +183,6 @@ def test_products_in_eight_bits(in_eight_bits, which, tokens, bias):
 
 
 @pytest.mark.parametrize("check", (eight_bits.check_parts, eight_bits.check_odd_inputs, eight_bits.check_odd_gradients,
-                                   eight_bits.check_zero_rows))  # fmt: skip
+                                   eight_bits.check_zero_rows, eight_bits.check_codes))  # fmt: skip
 def test_what_is_odd_in_eight_bits(in_eight_bits, check):
     check(in_eight_bits, DEVICE)

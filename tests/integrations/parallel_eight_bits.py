@@ -9,6 +9,7 @@ from tests.integrations.common import batch, install, model_on
 from tests.integrations.parallel import LENGTH, ROWS, gradients_of, rows_of, shard
 
 BF16 = torch.bfloat16
+CODES = "codes"
 
 
 def check_eight_bits(here, kind, adapted):
@@ -23,6 +24,8 @@ def check_eight_bits(here, kind, adapted):
     def make(products):
         torch.manual_seed(0)
         made = model_on(device, BF16)
+        if adapted == CODES:
+            here.qwen3.eight_bits(made.requires_grad_(False))
         return install(here.qwen3, lora(made, target_modules=PROJECTIONS) if adapted else made, products=products)
 
     bits.FEWEST = 16
@@ -56,8 +59,9 @@ def check_eight_bits(here, kind, adapted):
     here.qwen3.reset()
 
 
-@pytest.mark.integration("DDP: products in eight bits, whole models and LoRA", "FSDP2: products in eight bits, whole models and LoRA")
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+@pytest.mark.integration("DDP: products in eight bits, whole models and LoRA", "FSDP2: products in eight bits, whole models and LoRA",
+                         "DDP: LoRA over weights in eight bits", "FSDP2: LoRA over weights in eight bits")  # fmt: skip
+@pytest.mark.parametrize("adapted", [False, True, CODES], ids=["full", "LoRA", "LoRA over weights in eight bits"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_eight_bits_in_parallel(ranks, kind, adapted):
     ranks.run(check_eight_bits, kind, adapted)

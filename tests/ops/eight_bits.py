@@ -115,8 +115,34 @@ def check_zero_rows(ops, device):
     assert not y[40:].any() and not dx[32:].any()
 
 
+def check_codes(ops, device):
+    """Weights that are kept in codes: their numbers are near, and products of the codes have the bits of products of these numbers."""
+    projection, quantised = (importlib.import_module(f"{ops.__name__}.shared.{name}") for name in ("decoder.projection", "ops.quantised"))
+    x, weight, dy = like_a_large_model(80, 128, 256, device)[0]
+    weight[128:224] *= 2.0**-5  # a scale of its own would be another one
+    for rows in ([256], [128, 96, 32]):
+        parts = weight.split(rows)
+        codes, scale = quantised.quantise_together(parts)
+        kept = [projection.EightBitWeight(each.view(torch.uint8), scale) for each in codes]
+        dense = [each.dense(BF16) for each in kept]
+        for each, part, found in zip(codes, parts, dense, strict=True):
+            assert torch.equal(found.double(), each.double() * scale.double()), "no number of bf16 is between two of these"
+            error, exact = (found.double() - part.double()).abs(), part.double().abs()
+            assert (error <= torch.maximum(exact * 2.0**-4, scale.double() * 2.0**-10)).all(), "more than half of the last bit is lost"
+        expected, found = products_of(ops, x, dense, dy), products_of(ops, x, kept, dy)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert LEAST <= decibels(found[1], dy.double() @ torch.cat(dense).double())
+    # Scales that differ, as those of a checkpoint may, give the numbers and products that these stand for.
+    alone = [quantised.quantise_together([part]) for part in parts]
+    kept = [projection.EightBitWeight(codes[0], scale) for codes, scale in alone]
+    assert len({float(scale) for _, scale in alone}) > 1
+    expected, found = products_of(ops, x, [each.dense(BF16) for each in kept], dy), products_of(ops, x, kept, dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
+    "products_of_codes": on_cpu(check_codes),
     "products_in_eight_bits": on_cpu(check_products, 500, 0),
     "products_of_an_activation": on_cpu(check_products, 512, 1),
     "products_with_a_bias": on_cpu(check_products, 512, 2, True),
@@ -126,6 +152,18 @@ CHECKS = {
     "products_of_zero_rows": on_cpu(check_zero_rows),
 }
 MUTANTS = [
+    *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "_write_rows",
+         ("out.scales.copy_(weight.scale)", "out.scales.fill_(1.0)"), kernels=False),
+    *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "EightBits.input_gradient",
+         ("top / weight.scale", "top"),
+         ("top / weight.scale", "torch.ones_like(top)"),
+         ("w.scales.copy_(top)", "pass"), kernels=False),
+    *errors_in("shared/decoder/projection.py", "products_of_codes", "EightBitWeight.in_rows",
+         ("self.scale.repeat", "torch.ones_like(self.scale).repeat"), kernels=False),
+    *errors_in("shared/ops/quantised.py", "products_of_codes", "quantise_together",
+         ("largest.amax", "largest.amin"),
+         (".abs()", ""), kernels=False),
+    *errors_in("shared/ops/quantised.py", "products_of_codes", "dense_of", (".mul_(scale)", ""), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.begin",
          ("self._w.rows(start, start + weight.shape[0])", "self._w.rows(0, weight.shape[0])"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits.begin",

@@ -5,12 +5,14 @@ from .api import (
     apply,
     capture,
     clear_autotune_cache,
+    eight_bits,
     explain,
     get_patched_ops,
     kernelize,
     mapping,
     report,
     reset,
+    sixteen_bits,
     warmup_all_kernels,
 )
 from .norms import add_rms_norm, rms_norm
@@ -28,6 +30,7 @@ __all__ = [
     "attention",
     "capture",
     "clear_autotune_cache",
+    "eight_bits",
     "experts",
     "explain",
     "get_patched_ops",
@@ -39,5 +42,6 @@ __all__ = [
     "reset",
     "rms_norm",
     "rotary",
+    "sixteen_bits",
     "warmup_all_kernels",
 ]

@@ -7,6 +7,8 @@ from .shared.rows.gpt_oss import SERVED
 _calls = Interface(__package__, [SERVED], layers)
 apply = _calls.apply
 kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+sixteen_bits = _calls.sixteen_bits
 explain = _calls.explain
 report = _calls.report
 capture = _calls.capture
