@@ -6,6 +6,7 @@ import torch
 from tests.integrations.adapters import *  # noqa: F403
 from tests.integrations.decoders import *  # noqa: F403
 from tests.integrations.device_maps import *  # noqa: F403
+from tests.integrations.eight_bit_weights import *  # noqa: F403
 from tests.integrations.inference import *  # noqa: F403
 from tests.integrations.lora import *  # noqa: F403
 from tests.integrations.preference import *  # noqa: F403

@@ -178,6 +178,25 @@ def test_under_fsdp1(package, tiny_model, first, flat):
         assert Rerun.replays == before
 
 
+@pytest.mark.parametrize("products", ("bf16", "fp8"))
+def test_layers_over_weights_in_eight_bits_are_captured(package, tiny_model, family, monkeypatch, products):
+    if family[0] not in ("qwen3", "llama", "qwen2"):
+        pytest.skip("it has no dense layers that are fused whole")
+    monkeypatch.setattr(importlib.import_module(f"{package.__name__}.shared.decoder.eight_bits"), "FEWEST", 16)
+    models = [tiny_model(torch.bfloat16, hidden_size=64, intermediate_size=96, head_dim=16).requires_grad_(False) for _ in range(2)]
+    for model in models:
+        package.eight_bits(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        package.kernelize(model, products=products)
+    package.capture(models[0], *SHAPE)
+    for seed, graphs in enumerate((0, whole(), whole())):
+        assert compare(*models, seed) == graphs
+    package.sixteen_bits(models[0])
+    for seed, graphs in enumerate((0, whole(), whole())):
+        assert compare(*models, seed) == graphs or products == "fp8"
+
+
 def test_products_in_eight_bits_are_captured_and_other_products_are_recorded_anew(package, tiny_model, family, monkeypatch):
     if family[0] not in ("qwen3", "llama", "qwen2"):
         pytest.skip("it has no dense layers that are fused whole")

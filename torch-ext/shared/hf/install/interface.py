@@ -80,11 +80,11 @@ class Interface:
         memory, as QLoRA's four bits are a quarter.
 
         q, k, v, o, gate, up and down become codes in float8_e4m3fn with one scale, a power of two, for the weights that read one input.
-        That rounds each weight once, by a thirty-second of it at most. Embeddings, head, norms, biases and experts stay as they are.
+        That rounds each number once, by a sixteenth of it at most. Embeddings, head, norms, biases and experts stay as they are.
         Products are made in 16 bits of the numbers that the codes stand for, which bf16 holds exactly; with `products="fp8"` they are made
         of the codes, where they are in eight bits. Call it before or after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
 
-        Adapters are saved as ever. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
+        Adapters are saved as usual. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
         `from_pretrained` reads. Merging adapters writes to weights and is refused: call `sixteen_bits(model)` first. A
         model that transformers loaded from such a layout, in blocks with scales of their own, is taken too, and rounded once more.
 

@@ -146,7 +146,7 @@ def _save_as_they_are(model: nn.Module) -> None:
 
 
 def explain_weights(layer: nn.Module) -> List[Tuple[str, Optional[Reason]]]:
-    """[(what of a decoder layer is kept in eight bits, and the memory that saves, None)]; nothing where nothing is."""
+    """[(which weights of a decoder layer are in eight bits, and the memory that saves, None)]; nothing where nothing is."""
     named = {name: module for name, module in layer.named_modules() if isinstance(module, EightBitLinear)}
     saved = sum(module.in_features * module.out_features * (module.dense_dtype.itemsize - 1) - 4 for module in named.values())
     names = ", ".join(name.replace(".base_layer", "").rpartition(".")[2] for name in named)
