@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from interpreter.backend import interpreting
 from tests.compile_checks import with_adapters
-from tests.cpu.test_eight_bits import are_equal, few, gradients, one_minus_cosine, part_of  # noqa: F401
+from tests.cpu.test_eight_bits import ROOT, are_equal, few, gradients, one_minus_cosine, part_of  # noqa: F401
 from tests.decoder_families import tiny
 from tests.models import random_tokens, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+from tests.ops.common import runtime_of
 from tests.versions import needs_compiler
+from tools.targets import operations
 
 BF16 = torch.bfloat16
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -139,6 +142,16 @@ def test_in_a_graph(few, qwen3):  # noqa: F811
     qwen3.kernelize(model, products="fp8").compile(backend="aot_eager", fullgraph=True)
     errors = [one_minus_cosine(found[1:], exact[1:]) for found in (gradients(model, ids), expected)]
     assert errors[0] <= 2 * errors[1]
+
+
+def test_the_kernels_get_the_codes(few, qwen3):  # noqa: F811
+    few(qwen3)
+    base = qwen3.eight_bits(frozen())
+    models = [qwen3.kernelize(adapted(each), products="fp8") for each in (base, in_sixteen(qwen3, base))]
+    with interpreting(runtime_of(qwen3), operations(ROOT)) as backend:
+        found = gradients(models[0])
+        assert {"quantise_rows", "quantise_transposed"} < {name.partition("-")[0] for name in backend.launched}
+        assert are_equal(found, gradients(models[1]))
 
 
 # ---------------------------------------------------------------- what is refused
