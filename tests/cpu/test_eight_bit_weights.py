@@ -298,11 +298,12 @@ def test_state_dicts(qwen3, tmp_path):
         other.load_state_dict(saved)
 
 
-def test_transformers_loads_what_it_saved(qwen3, tmp_path):
+@pytest.mark.parametrize("inner", (256, 320))
+def test_transformers_loads_what_it_saved(qwen3, tmp_path, inner):
     """Its FineGrainedFP8, which gives the same numbers in bf16 without a GPU; again from a model that was loaded so; and in 16 bits."""
     from transformers import AutoModelForCausalLM
 
-    model = qwen3.eight_bits(frozen(hidden_size=128, intermediate_size=256))
+    model = qwen3.eight_bits(frozen(hidden_size=128, intermediate_size=inner))
     expected = in_sixteen(qwen3, model).state_dict()
     for turn in range(3):
         folder = tmp_path / str(turn)

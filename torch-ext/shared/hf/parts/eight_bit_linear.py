@@ -101,8 +101,10 @@ class EightBitLinear(nn.Linear):
 
     @property
     def weight_scale_inv(self) -> torch.Tensor:
-        """The scale for each block, [blocks of rows, of columns] fp32."""
-        blocks = [-(-length // BLOCK) for length in (self.out_features, self.in_features)]
+        """The scale for each block, [blocks of rows, of columns] fp32: one block of a length into which BLOCK-wise ones do not go evenly,
+        since transformers divides by their number."""
+        counts = [(length, -(-length // BLOCK)) for length in (self.out_features, self.in_features)]
+        blocks = [1 if length % count else count for length, count in counts]
         return self.scale_bits.view(torch.float32).repeat(blocks[0], blocks[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
