@@ -29,7 +29,7 @@ from .defaults import (
 from .masks import WINDOWS, Visible, documents_in, kinds_of_layers
 from .row_documents import spans_in_bounds
 
-PADDING = -2  # the position that says so of a token: no token behind it goes on with a document
+PADDING = -1  # the position that says so of a token
 _warned: set = set()
 
 
