@@ -218,6 +218,8 @@ def check_ulysses(here, folder, case, order, checkpointing=None, keep_attention=
         explained = {row.part: row for row in here.qwen3.explain(model).rows}
         assert explained[PART].fused and "attention" not in explained
         assert any(row.fused for part, row in explained.items() if part in ("o_proj", "decoder layer")), explained
+        groups = model.config.num_attention_heads // model.config.num_key_value_heads
+        assert model.model.layers[0].self_attn.num_key_value_groups == groups  # not those of a process's share of the heads
         here.qwen3.reset()
         assert table._local_mapping[case.name].__module__.startswith("deepspeed.")
     assert_step(here, found, expected)
