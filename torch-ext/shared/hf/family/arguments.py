@@ -22,6 +22,11 @@ def named(argument: str) -> str:
     return RENAMED.get(argument, argument)
 
 
+def former(argument: str) -> str:
+    """Returns the name that transformers 5.17 used for an argument of the installed release."""
+    return {now: before for before, now in RENAMED.items()}.get(argument, argument)
+
+
 CACHE = named("past_key_values")  # of decoders, their layers and attention
 NET_CACHE = named("cache_params")  # of delta nets
 

@@ -28,7 +28,8 @@ class Interface:
         # A family may be served with others, too: the last row of it counts.
         self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
         self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
-        self._shapes = Shapes(self.rows) if any(each.shapes for each in served) else None
+        has_experts = any("experts" in each.options for each in served)
+        self._shapes = Shapes(self.rows, has_experts) if any(each.shapes for each in served) else None
         self.apply = self._make_apply()
         ownership.claim_layers(self.families)
 
@@ -57,9 +58,11 @@ class Interface:
 
         A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
         torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. In the package of
-        decoders a model of no family, such as one in a file of your own or in remote code, gets its norms, MLPs and rotary embedding where
-        the text of a forward is that of a family's, and the loss without logits where what its forward does with them can be followed, also
-        behind a vision or audio tower. What computes anything else stays as it is, and `explain` says what, with the line that decided.
+        decoders, and in `bastile`, a model of no family, such as one in a file of your own or in remote code, is read: where its decoder
+        layers compute what a row of the table can say, and a small copy of them gives the same results and gradients, they are fused, and
+        those parts that no row can say are called as they are. That takes a second, once. The loss needs no logits where what the forward
+        does with them can be followed, also behind a vision or audio tower. What computes anything else stays as it is, and `explain` says
+        what, with the line that decided.
 
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).

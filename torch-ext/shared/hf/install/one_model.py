@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from ..parts.hub import TRANSFORMERS_EXPECTED
 from ..parts.modules import SAVED, is_marked, is_transformers_own, without_decorators
 from ..say import explain as explanation
 from . import patching
+from .recognised import Recognised
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 
@@ -97,6 +98,14 @@ def _without_losses_of_others(family: patching.Family, model) -> patching.Family
     return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
+def _without_layers_that_were_read(family: patching.Family, read: Sequence[Recognised]) -> patching.Family:
+    """The family, whose decoder layers have unknown texts no more where these have been read."""
+    targets, unknown = family
+    if all(type(found.layers[0]).__name__ != targets.classes["decoder_layer"][0] for found in read):
+        return family
+    return family._replace(unknown={operation: texts for operation, texts in unknown.items() if operation != "decoder_layer"})
+
+
 def _has_any(model, cls) -> bool:
     return cls is not None and any(isinstance(module, cls) for module in model.modules())
 
@@ -142,7 +151,7 @@ def kernelize(
     products="bf16", shapes=None
 ):  # fmt: skip
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
-    a row by the texts of their parts, too, and the loss of any model."""
+    a row by what their layers compute, too, and the loss of any model."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     trl.options_of(log_probs)  # raises before anything is changed
@@ -152,14 +161,20 @@ def kernelize(
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []
+    unread = not chosen or any("decoder_layer" in family.unknown for family, each in pairs_of if each is not None)
+    read = [each for each in shapes.layers(model) if isinstance(each, Recognised)] if shapes is not None and unread else []
     put_on(parts)
     others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
-    if not put_losses_on(others) and not chosen and not parts:
+    if not put_losses_on(others) and not chosen and not parts and not read:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
-    note(patching.unknown_of([_without_losses_of_others(family, model) for family, each in pairs_of if each is not None]), stacklevel=3)
+    known = [_without_layers_that_were_read(family, read) for family, each in pairs_of if each is not None]
+    note(patching.unknown_of([_without_losses_of_others(family, model) for family in known]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
+    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products}
+    kept = [layer for found in read for layer in shapes.put_on_layers(found, told)]
+    ownership.warn_of_others(kept, stacklevel=3)
     for each, _ in pairs:
         for operation, modules in each.modules.items():
             forward = ownership.claim(each.forwards[operation], families)
@@ -168,9 +183,10 @@ def kernelize(
         for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):
-            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products})
+            vars(module).update(told)
         _tell_decoders(each, model, attention)
-    warn_of_no_layers(model, products, [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())])
+    of_families = [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())]
+    warn_of_no_layers(model, products, [*of_families, *(layer for found in read for layer in found.layers)])
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})

@@ -32,6 +32,7 @@ from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
 from ..family.versions import Unfit, modeling_of, note, unfit_texts
 from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from ..layer.products import PRODUCTS, check_products
+from ..layer.recognised_layer import FACTS
 from ..model import trl
 from ..model.causal_lm import LOSS_OPTIONS, OPTIONS, SAID, SHAPE, output_with_metrics
 from ..model.padding import KEEPS
@@ -42,7 +43,7 @@ from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_trans
 from ..parts.wrapped import put
 
 # On a module: what kernelize() was told of its model, and what it said.
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID, FACTS
 
 
 class Family(NamedTuple):

@@ -1,34 +1,38 @@
-"""Finds, in a model of no family of the table, the parts that compute what those of a family compute: in a user's own file, in remote code,
-in a family of transformers without a row. What decides is the text of a forward, never a name: its fingerprint must be that of a tested
-release, the running bytecode must be what the text compiles to, and all that the text names must be what it is in transformers. The loss is
-found in another way (losses.py).
+"""Finds, in a model of no family of the table, what computes what a family's layers or their parts compute: in a user's own file, in remote
+code, in a family of transformers without a row, or in a release whose texts are not recorded. Whole layers are read (recognised.py), and so
+is the loss (losses.py). What is left, such as norms outside of them, is known by the text of its forward, never by a name: its fingerprint
+must be that of a tested release, the running bytecode must be what the text compiles to, and all that the text names must be what it is in
+transformers.
 """
 
 import ast
 import functools
 from collections import Counter
 from types import FunctionType
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
 from ..family.forwards import rotary_of, unless_replaced
 from ..family.known_texts import TEXTS
-from ..family.ownership import bind, copy_with
+from ..family.ownership import bind, copy_with, other_owner, slot_of
 from ..layer.decoder_layer import FusedLayer
+from ..layer.recognised_layer import FACTS
 from ..model.losses import Read
 from ..parts.explanation import Explanation, Reason, explanation_of
 from ..parts.lookups import ROTARY, function_in, replaced_below
 from ..parts.modules import without_decorators
 from ..parts.texts import globals_in, text_of
 from ..parts.weights import held
-from ..say.explain import explain_losses
-from .layers import mlp_of, rms_norm_of
+from ..say.explain import explain, explain_losses
+from .layers import experts_of, mlp_of, rms_norm_of
+from .recognised import Recognised, decoders_in, read_of, recognise
+from .small_copy import experts_in
 
 HALF = "rotate_half"
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
 PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding"}
-ROW = "a row of the table would join each norm with the projections after it, their rotary embedding and the residual connections"
+READ = "its layers are not fused, each norm with the projections after it, their rotary embedding and the residual connections"
 
 
 class Part(NamedTuple):
@@ -46,10 +50,29 @@ def put_on(parts: Sequence[Part]) -> None:
 
 
 class Shapes:
-    """What the forwards of the parts of some families compute, by their texts. rows: of the table."""
+    """What is known of models without a row. rows: of the table, by whose texts parts are known; experts: whether the package has the
+    kernels of experts."""
 
-    def __init__(self, rows: Sequence[FusedLayer]):
-        self.rows = rows
+    def __init__(self, rows: Sequence[FusedLayer], experts: bool = False):
+        self.rows, self.experts = rows, experts
+
+    def layers(self, model: nn.Module) -> List[Union[Recognised, Reason]]:
+        """Reads the layers of each decoder in a model, or says why they are not served."""
+        return [recognise(decoder, self.experts) for decoder in decoders_in(model)]
+
+    def put_on_layers(self, found: Recognised, told: Mapping[str, Any]) -> List[nn.Module]:
+        """Gives the layers of a decoder, and the experts in them, forwards of ours. told: what is noted on each layer. Returns the layers
+        that keep the forward of another library's or the user's."""
+        family, others = found.own.family, []
+        for layer, facts in zip(found.layers, found.row.tests):
+            for module in experts_in(family, layer):
+                bind(module, experts_of(family).forward)
+            if slot_of(layer) in vars(layer) and other_owner(layer):
+                others.append(layer)
+            else:
+                bind(layer, found.forward)
+                vars(layer).update({**told, FACTS: facts})
+        return others
 
     @functools.cached_property
     def known(self) -> Mapping[Tuple[str, str], Callable]:
@@ -148,6 +171,10 @@ _FITS: Mapping[str, Callable[[nn.Module], bool]] = {"rms_norm": _is_norm, "swigl
 def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bool], losses: Read) -> Optional[Explanation]:
     """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
     this package is on it."""
+    layers = [layer for decoder in decoders_in(model) for layer in decoder.layers]
+    read = [(layer, own.explain) for layer, own in zip(layers, map(read_of, layers)) if own is not None and ours(layer)]
+    if read:
+        return explain(model, read, [], {}, losses)
     found: Counter = Counter()
     parts = _all_parts(shapes, model)
     for operation, module, _ in parts:
@@ -156,12 +183,17 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
     explain_losses(found, model, (), losses)
     if not found:
         return None
-    known = {id(part.module) for part in parts if part.operation == "rms_norm"}
+    known_norms = {id(part.module) for part in parts if part.operation == "rms_norm"}
     for module in model.modules():
-        if _is_norm(module) and id(module) not in known:
+        if _is_norm(module) and id(module) not in known_norms:
             text = f"{type(module).__name__}.forward has no text that is known, or reads what its class computes"
             found[PARTS["rms_norm"], Reason("row", text)] += 1
-    found["decoder layer", Reason("row", f"{type(model).__name__} is no family of this package: {ROW}")] += 1
+    for decoder in decoders_in(model):
+        result = recognise(decoder, shapes.experts)
+        reason = Reason("unpatched", "transformers' own forward, or the user's") if isinstance(result, Recognised) else result
+        found["decoder layer", reason] += len(decoder.layers)
+    if not decoders_in(model):
+        found["decoder layer", Reason("row", f"{type(model).__name__} has no module with embed_tokens and layers: {READ}")] += 1
     return explanation_of(found)
 
 

@@ -27,6 +27,7 @@ from ..family.arguments import CACHE, SINCE_5_24
 from ..family.families import Family
 from ..parts.adapters import projection_or_reason, projections
 from ..parts.explanation import Reason
+from ..parts.facts import follow
 from ..parts.lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
 from ..parts.modules import (
     ACTIVATIONS,
@@ -44,6 +45,7 @@ from .checkpointing import attend_once, captured_alike, keeps_attention, recompu
 from .products import explain_products, products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
+WHOLE = "decoder layer"  # the part that `explain` names where a layer is not taken apart
 Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)
 
 
@@ -82,6 +84,19 @@ class FusedLayer(OwnForwards):
     def replaced(self) -> str:
         """Says what is not the library's own; "" where all is."""
         return self.lookups.replaced()
+
+    def why_other(self, layer) -> Optional[Reason]:
+        """Why a layer computes something else than the row says; None where it does not."""
+        for name in self.family.absent:
+            found = _parts(layer).get(name) if "." not in name else follow(layer, tuple(name.split(".")))
+            if found is not None and found != 0:
+                has = f"the layer has {name}, which is called as it is"
+                return Reason("model", has if name in _parts(layer) else f"{name} is {found}, so the layer is called as it is")
+        return None
+
+    def reason_of_called(self, name: str) -> Reason:
+        """Why a part is called as the module that it is. name: the layer's attribute."""
+        return Reason("called", f"{self.family.model}'s is called as the module that it is, and the layer around it is fused")
 
     def norm(self, eps: Optional[float]) -> Norm:
         """The description of one of the family's norms; eps: None for no norm."""
@@ -150,11 +165,9 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     if x.dtype not in (product_dtype(x), torch.float32):
         return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     parts, family = _parts(layer), own.family
-    for name in family.absent:
-        found = parts.get(name) if "." not in name else functools.reduce(_attribute, name.split("."), layer)
-        if found is not None and found != 0:
-            has = f"the layer has {name}, which is called as it is"
-            return Reason("model", has if name in parts else f"{name} is {found}, so the layer is called as it is")
+    other = own.why_other(layer)
+    if other is not None:
+        return other
     apart = not family.mixers and not own.calls_attention
     mlp, inner = parts[family.block], _parts(parts["self_attn"]) if apart else {}
     if apart and not own.run_by(parts["self_attn"]):
@@ -192,7 +205,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     """[(part, None or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
     reason = why_not_fusable(own, layer, x)
     if reason is not None:
-        return [("decoder layer", reason), *explain_products(layer, (), own.family.down, None)]
+        return [(WHOLE, reason), *explain_products(layer, (), own.family.down, None)]
     block, family = _parts(layer)[own.family.block], own.family
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = own.projection_groups(layer, x)
@@ -209,7 +222,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
     for name in family.called:
-        rows.append((name, Reason("called", f"{family.model}'s is called as the module that it is, and the layer around it is fused")))
+        rows.append((name, own.reason_of_called(name)))
     last, reason = rows[-1]
     if reason is not None:
         called = Reason("node", f"the node that it would be in is also that of {last}")
@@ -273,11 +286,6 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
 
 
-def _attribute(owner, name: str):
-    """An attribute of an object, None where either is missing."""
-    return getattr(owner, name, None)
-
-
 def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
     """The queries, each multiplied by its position's factor."""
     function, *entries = own.family.position_scale
@@ -294,7 +302,7 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, modeling.eager_attention_forward
     )
-    options = {name: functools.reduce(_attribute, path, attention) for name, *path in own.family.options}
+    options = {name: follow(attention, tuple(path)) for name, *path in own.family.options}
     output, _ = interface(
         attention,
         q,

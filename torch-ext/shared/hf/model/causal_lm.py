@@ -13,10 +13,10 @@ from ...ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entrop
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..family.head import Head, Unmade, check_head
 from ..parts.explanation import ADVICE, Reason
+from ..parts.facts import Path, follow
 from ..parts.lookups import replaced_below
 from ..parts.modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward, own_forward, why_not_own
 from ..parts.weights import call_with, held, plain_weight, rows_of, sharded_weight, why_not_plain
-from .flow_values import Path, follow
 from .padding import may_change, without_padding
 
 NO_CHANGE = Head()

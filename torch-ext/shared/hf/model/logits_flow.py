@@ -10,55 +10,51 @@ is compared with itself before its first step.
 
 import ast
 import builtins
-import operator
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
-from ..parts.modules import original_forward, without_decorators
-from ..parts.texts import text_that_runs
-from .flow_values import (
+from ..parts.facts import (
     CALL,
+    COMPARED,
+    COMPUTED,
+    OTHER,
+    Fact,
+    Global,
+    Module,
+    NotServed,
+    Path,
+    computed,
+    fact_of,
+    forward_text,
+    is_config,
+    is_number,
+    refused,
+    truth_of,
+)
+from .flow_values import (
     CALLS,
     GIVEN,
     LOSS_FUNCTION,
     MIXED,
-    OTHER,
     Environment,
-    Fact,
-    Global,
     Logits,
     Method,
-    Module,
     Output,
-    Path,
-    computed,
-    fact_of,
+    Step,
     has_logits,
-    is_config,
-    is_number,
     is_output,
     joined,
     merge,
-    truth_of,
 )
 
-WRAPPING = ("can_return_tuple", "merge_with_config_defaults", "deprecate_kwarg")  # decorators that call the forward with what they got
-DOCUMENTING = ("auto_docstring", "add_start_docstrings", "add_start_docstrings_to_model_forward", "replace_return_docstrings")
 LOSS_ARGUMENTS = ("logits", "labels", "vocab_size")
-COMPARED = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-            ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b}  # fmt: skip
-COMPUTED = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 # What is not followed, and may be there where it neither sees logits nor makes them.
 OPAQUE = (
     *(ast.For, ast.While, ast.Try, ast.With, ast.Delete, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Dict, ast.Set),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
-
-
-class NotServed(Exception):
-    """A forward does something with its logits, or in a way, that the loss without logits cannot do."""
 
 
 class ComputedInside(NotServed):
@@ -67,12 +63,14 @@ class ComputedInside(NotServed):
 
 class Flow(NamedTuple):
     """head: the attributes that lead from a causal LM to the module that makes its logits. vocabulary: those that lead to the number of
-    classes that its loss is told. output: the class of what it returns. takes_return_dict: whether its forward does."""
+    classes that its loss is told. output: the class of what it returns. takes_return_dict: whether its forward does. steps: what becomes
+    of the logits before the loss."""
 
     head: Path
     vocabulary: Path
     output: type
     takes_return_dict: bool
+    steps: Tuple[Step, ...]
 
 
 def flow_of(model: nn.Module) -> Flow:
@@ -85,7 +83,7 @@ def flow_of(model: nn.Module) -> Flow:
     outputs = reader.run({})
     if len(set(map(type, outputs))) != 1 or not isinstance(outputs[0], Output) or any(output != outputs[0] for output in outputs):
         raise NotServed(f"{reader.name} does not always return its logits, in one class of output")
-    return Flow(path, reader.vocabulary, outputs[0].cls, reader.takes_return_dict)
+    return Flow(path, reader.vocabulary, outputs[0].cls, reader.takes_return_dict, reader.steps)
 
 
 class _Reader:
@@ -93,22 +91,11 @@ class _Reader:
 
     def __init__(self, module: nn.Module, path: Path, head: Path):
         self.module, self.path, self.head = module, path, head
-        self.name = f"{type(module).__name__}.forward"
         self.vocabulary: Path = ()
+        self.steps: Tuple[Step, ...] = ()
         self.returned: List[Any] = []
-        forward = original_forward(module)
-        self.function = without_decorators(forward)
-        text = text_that_runs(self.function, "forward")
-        if text is None:
-            raise NotServed(f"{self.name} is not what its file says, or has no file")
-        self.node = text.node
-        around = 0
-        while forward is not self.function:
-            around, forward = around + 1, forward.__wrapped__
-        names = [_name_of(node) for node in self.node.decorator_list]
-        unknown = ", ".join(name for name in names if name not in WRAPPING + DOCUMENTING)
-        if unknown or sum(name in WRAPPING for name in names) != around:
-            raise NotServed(f"{self.name} has {unknown or 'other decorators than in its file'} around it")
+        self.text = forward_text(module)
+        self.function, self.name, self.node, names = self.text
         self.takes_return_dict = "can_return_tuple" in names or any(each.arg == "return_dict" for each in self._arguments())
 
     def _arguments(self) -> List[ast.arg]:
@@ -146,8 +133,7 @@ class _Reader:
         self.returned.append(value)
 
     def _refused(self, node, why: str) -> NotServed:
-        text = ast.unparse(node).strip().partition("\n")[0]
-        return NotServed(f"{self.name} {why} in line {node.lineno}: {text if len(text) <= 100 else text[:97] + '...'}")
+        return refused(self.text, node, why)
 
     # ------------------------------------------------------------ statements
     def _block(self, body, env: Environment) -> bool:
@@ -324,7 +310,7 @@ class _Reader:
         logits, factor = (right, left) if isinstance(kind, ast.Mult) and isinstance(right, Logits) else (left, right)
         if not isinstance(logits, Logits) or not isinstance(kind, (ast.Mult, ast.Div)) or not is_number(factor):
             raise self._refused(node, "changes its logits")
-        return logits
+        return logits.after(Step("times" if isinstance(kind, ast.Mult) else "over", factor.path))
 
     # ------------------------------------------------------------ calls
     def _call(self, node: ast.Call, env: Environment) -> Any:
@@ -353,7 +339,7 @@ class _Reader:
             return self._text_config(node, env) if isinstance(node.func, ast.Attribute) and not values else OTHER
         elif isinstance(function, Global) and isinstance(given[0], Logits) and len(given) == 1:
             if function.value in (torch.tanh, nn.functional.tanh) and len(values) == 1 and args and not given[0].capped:
-                return Logits(capped=True)
+                return given[0].after(Step("tanh"))
             if is_output(function.value) and not args and kwargs.get("logits") is given[0]:
                 return Output(function.value)
         raise self._refused(node, "calls something else with its logits")
@@ -373,6 +359,8 @@ class _Reader:
         classes = given.get("vocab_size")
         if not isinstance(classes, Fact) or not classes.path or self.vocabulary not in ((), classes.path):
             raise self._refused(node, "tells its loss a number of classes that it does not hold")
+        steps = given["logits"].steps
+        self.steps = steps if env[CALLS] == (0,) and self.steps in ((), steps) else (Step("either"),)
         self.vocabulary = classes.path
         env[CALLS] = tuple(calls + 1 for calls in env[CALLS])
         return GIVEN
@@ -392,9 +380,3 @@ class _Reader:
         for other in others:
             value = joined(value, other)
         return value
-
-
-def _name_of(node) -> str:
-    """The name of a decorator."""
-    node = node.func if isinstance(node, ast.Call) else node
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

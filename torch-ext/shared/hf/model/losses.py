@@ -11,10 +11,11 @@ from ..family.arguments import forward_like
 from ..family.ownership import bind, describe
 from ..family.versions import changed_texts
 from ..parts.explanation import Reason
+from ..parts.facts import NotServed
 from ..parts.lookups import LAYER
 from ..parts.modules import is_called_as_usual, original_forward
 from .causal_lm import OPTIONS, SHAPE, causal_lm_forward, output_with_metrics
-from .logits_flow import ComputedInside, Flow, NotServed, flow_of
+from .logits_flow import ComputedInside, Flow, flow_of
 
 INSIDE = "inside"  # the code of the reason where a causal LM that is held by another one computes its loss
 OURS = {*OPTIONS, "skip_logits", "num_items", "head"}  # arguments that a forward cannot have for itself

@@ -29,11 +29,11 @@ class Lookups:
     """What functions of a library look up by name, and what those of transformers among these look up in turn.
 
     To look whether all of it is the library's own costs 0.1 us for each module in which there is some of it. but: names that the caller
-    looks up itself.
+    looks up itself. read: modules of a user's that have been read, which count as a library's.
     """
 
-    def __init__(self, functions: Sequence[Any], but: Sequence[str] = ()):
-        self.functions, self.but = functions, but
+    def __init__(self, functions: Sequence[Any], but: Sequence[str] = (), read: Sequence[str] = ()):
+        self.functions, self.but, self.read = functions, but, read
         self.last = self._look()
 
     def _look(self) -> Tuple[list, list, str]:
@@ -50,9 +50,10 @@ class Lookups:
             for space, name in (*_names_in(function), *_methods_in(function)):
                 if name not in self.but:
                     found.setdefault(id(space), (space, {}))[1][name] = None
-                    text = text or _stranger(space, name)
+                    text = text or _stranger(space, name, self.read)
                     value = original_in(space.get(SAVED + name, space[name]))
-                    if type(value) is FunctionType and value.__globals__.get("__name__", "").startswith("transformers."):
+                    home = value.__globals__.get("__name__", "") if type(value) is FunctionType else ""
+                    if home.startswith("transformers.") or home in self.read:
                         pending.append(value)
         places = [(itemgetter(*names), space) for space, names in found.values()]
         return places, [values(space) for values, space in places], text
@@ -153,7 +154,7 @@ def _names_in(function: FunctionType) -> Iterator[Tuple[Space, str]]:
             space = vars(value) if is_module else None
 
 
-def _stranger(space: Space, name: str) -> str:
+def _stranger(space: Space, name: str, read: Sequence[str] = ()) -> str:
     """Says what stands under a name where that is not a library's own; "" where it is."""
     value = space[name]
     if type(value) is ModuleType:
@@ -162,14 +163,14 @@ def _stranger(space: Space, name: str) -> str:
     elif type(value) is BuiltinFunctionType:
         own = value.__name__.endswith(name)
     elif isinstance(value, (FunctionType, nn.Module, _CACHED)):
-        own = _is_librarys(original_in(value), name)
+        own = _is_librarys(original_in(value), name, read)
     else:
         own = type(value).__module__.partition(".")[0] in VALUES
     return "" if own else f"{space.get('__name__') or space.get('__module__')}.{name} is {name_of(value)}"
 
 
-def _is_librarys(function, name: str) -> bool:
-    """Tells whether a function and the decorators around it are written in a library's own files, or ours."""
+def _is_librarys(function, name: str, read: Sequence[str]) -> bool:
+    """Tells whether a function and the decorators around it are written in a library's own files, or in ours, or in one that was read."""
     if getattr(function, LAYER, None) is function:
         return True
     of_equal = getattr(function, "__globals__", {}).get("__name__") in EQUAL
@@ -177,10 +178,10 @@ def _is_librarys(function, name: str) -> bool:
         if type(function) is _CACHED:
             function = function.__wrapped__
         code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__", "")
-        if code is None or not (of_equal or module.partition(".")[0] in LIBRARIES):
+        if code is None or not (of_equal or module.partition(".")[0] in LIBRARIES or module in read):
             return False
         file = "/".join(module.split(".")[-2:])
-        if not code.co_filename.replace("\\", "/").endswith((f"{file}.py", f"{file}/__init__.py")):
+        if module not in read and not code.co_filename.replace("\\", "/").endswith((f"{file}.py", f"{file}/__init__.py")):
             return False  # made there by exec()
         if not hasattr(function, "__wrapped__"):
             return of_equal or code.co_name == name

@@ -1,0 +1,239 @@
+"""Finds out what small parts of a layer compute by running copies of them on the CPU: a norm and a router on random rows, a rotary
+embedding with the angles of the model's own module."""
+
+import ast
+import copy
+import inspect
+from types import FunctionType
+from typing import Any, Collection, Dict, Iterator, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from ...decoder.norms import norm_reference
+from ...decoder.sparse import choose_experts
+from ...decoder.spec import Norm
+from ..parts.facts import NotServed, Text, forward_text, refused
+from ..parts.lookups import ROTARY, function_in
+from ..parts.modules import original_forward
+from ..parts.texts import text_that_runs
+from .accounted import NORM, ROUTER
+from .calls import argument_names
+from .families import Family
+from .forwards import rotary_of
+
+ROWS = 64
+EPSILON = 3e-3  # that no text has
+# What the forwards of norms and routers and rotary embeddings may call: what they compute of some numbers, they compute of all.
+CALLS = {
+    "to", "float", "type_as", "pow", "mean", "rsqrt", "square", "sqrt", "view", "reshape", "size", "unsqueeze", "flatten", "chunk", "cat",
+    "stack", "repeat_interleave", "linear", "softmax", "topk", "sum", "cos", "sin",
+}  # fmt: skip
+BRANCHES = (
+    *(ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.For, ast.While, ast.Try, ast.With, ast.Lambda, ast.ListComp, ast.GeneratorExp),
+    *(ast.DictComp, ast.SetComp, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.NamedExpr),
+)
+
+
+def check_plain(function, name: str, reads: Collection[str] = (), flags: Collection[str] = (), cls: Any = None) -> Text:
+    """The text of a function whose results for a few numbers say what it computes of all. Raises `NotServed` with the line where it has
+    branches, calls what is not in `CALLS`, or reads more of its module. reads: attributes of the module that it may read; flags: of them
+    those that branches may follow; cls: of the module, None for a plain function."""
+    text = text_that_runs(function, function.__name__) if isinstance(function, FunctionType) else None
+    if text is None:
+        raise NotServed(f"{name} is not what its file says, or has no file")
+    found = Text(function, name, text.node, ())
+    me = text.node.args.args[0].arg if cls else None
+    nodes: Iterator[Any] = (part for statement in text.node.body for part in ast.walk(statement))
+    for node in nodes:
+        test: Any = getattr(node, "test", None)
+        if isinstance(node, BRANCHES) and not (isinstance(node, ast.If) and _is_of(test, me) and test.attr in flags):
+            raise refused(found, node, "branches")
+        if _is_of(node, me) and node.attr not in reads:
+            own = inspect.getattr_static(cls, node.attr, None)
+            if not isinstance(own, FunctionType):
+                raise refused(found, node, "reads more of its module")
+            check_plain(own, f"{name}, {node.attr}", reads, flags, cls)
+        elif isinstance(node, ast.Call) and not _is_of(node.func, me):
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+            other = function.__globals__.get(called) if isinstance(node.func, ast.Name) else None
+            if isinstance(other, FunctionType) and other.__globals__ is function.__globals__ and other is not function:
+                check_plain(other, f"{name}, {called}")
+            elif called not in CALLS or other is not None:
+                raise refused(found, node, "calls something else")
+    return found
+
+
+def _is_of(node, me: Optional[str]) -> bool:
+    """Whether a node reads an attribute of the module."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
+
+
+def _copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """A copy of a small module on the CPU with random weights."""
+    made = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made
+
+
+class NormKind(NamedTuple):
+    """What a family's norms do with their weight, and what their forward calls its input."""
+
+    offset: float
+    rounds: str
+    argument: str
+
+
+def norm_kind(module: nn.Module) -> NormKind:
+    """Finds the kind of an RMSNorm by its results in bf16, bit for bit, over six orders of magnitude."""
+    name = type(module).__name__
+    text = forward_text(module)  # raises for what is not what its file says
+    check_plain(text.function, text.name, NORM, cls=type(module))
+    eps = [each for each in ("variance_epsilon", "eps") if type(vars(module).get(each)) is float]
+    weight = module._parameters.get("weight")
+    if len(eps) != 1 or weight is None or weight.dim() != 1 or module._buffers or module._modules:
+        raise NotServed(f"{name} is not a norm with a weight and an epsilon alone")
+    generator = torch.Generator().manual_seed(0)
+    made = _copy_of(module, torch.bfloat16, generator)
+    setattr(made, eps[0], EPSILON)
+    x = torch.randn(ROWS, weight.numel(), generator=generator) * torch.logspace(-3, 3, ROWS)[:, None]
+    x = x.to(torch.bfloat16)
+    with torch.no_grad():
+        wanted = original_forward(module)(made, x)
+        kinds = [(offset, rounds) for offset in (0.0, 1.0) for rounds in ("first", "last")]
+        found = [kind for kind in kinds if _same_bits(norm_reference(Norm(EPSILON, *kind), x, made.weight), wanted)]
+    if len(found) != 1:
+        raise NotServed(f"{text.name} computes another norm than a row can say")
+    return NormKind(*found[0], argument_names(original_forward(module))[0])
+
+
+def _same_bits(found: torch.Tensor, wanted) -> bool:
+    return isinstance(wanted, torch.Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+class Angles(NamedTuple):
+    """Of a model's own module of angles: cos and sin [1, tokens, width], and the size of the heads that are turned by them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    head_dim: int
+
+    def of_heads(self, head_dim: int) -> "Angles":
+        """Angles for heads of another size, of which the same part is turned and the same elements have one angle."""
+        if head_dim == self.head_dim:
+            return self
+        width = self.cos.shape[-1] * head_dim // self.head_dim
+        theta = torch.randn(1, self.cos.shape[1], width, generator=torch.Generator().manual_seed(2))
+        half = self.cos.shape[-1] // 2
+        if torch.equal(self.cos[..., :half], self.cos[..., half:]):
+            theta = theta[..., : width // 2].repeat(1, 1, 2)
+        elif torch.equal(self.cos[..., ::2], self.cos[..., 1::2]):
+            theta = theta[..., : width // 2].repeat_interleave(2, -1)
+        return Angles(theta.cos(), theta.sin(), head_dim)
+
+
+def angles_of(rotary: nn.Module, tokens: int) -> Any:
+    """What a model's module of angles gives its layers for a few positions: (cos, sin) in float32, as a rule."""
+    more: Dict[str, Any] = {}
+    if "layer_type" in argument_names(original_forward(rotary)):
+        kinds = [name[: -len("_inv_freq")] for name in rotary._buffers if name.endswith("_inv_freq") and "original" not in name]
+        more["layer_type"] = kinds[0]
+    positions = torch.arange(tokens)[None] * 3 + 1
+    if "mrope_section" in (getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}):
+        positions = positions[None].expand(3, -1, -1)
+    with torch.no_grad():
+        return rotary(torch.zeros(1), positions, **more)
+
+
+class RotaryKind(NamedTuple):
+    """rotary, partial, narrow, half_angles: of a `Family`."""
+
+    rotary: str
+    partial: bool
+    narrow: bool
+    half_angles: bool
+
+
+def rotary_kind(function, angles: Angles) -> RotaryKind:
+    """Finds the kind of a rotary embedding."""
+    cos, sin, head_dim = angles
+    check_plain(function_in(function), ROTARY)
+    name, tokens = getattr(function, "__name__", type(function).__name__), cos.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, tokens, head_dim, generator=generator) for heads in (3, 1))
+    with torch.no_grad():
+        try:
+            wanted = function(q, k, cos, sin)
+        except Exception as error:
+            raise NotServed(f"{name} does not run with the model's angles: {type(error).__name__}: {error}") from None
+        for style in ("halves", "pairs"):
+            for partial in (False, True):
+                if not partial and cos.shape[-1] not in (head_dim, head_dim // 2):
+                    continue
+                try:
+                    found = rotary_of(Family("", "", "", rotary=style, partial=partial))(q, k, cos, sin)
+                except Exception:  # angles of another width than this style has
+                    continue
+                if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, wanted)):
+                    part = _takes_part(function, head_dim)
+                    keeps = function(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.bfloat16
+                    half = not part and cos.shape[-1] * 2 == head_dim
+                    return RotaryKind(style, part, keeps and not part and not half and style == "halves", half and style == "halves")
+    raise NotServed(f"{name} turns neither the halves of a head nor neighbours")
+
+
+def _takes_part(function, head_dim: int) -> bool:
+    """Whether a function leaves the rest of a head as it is where the angles are those of a part."""
+    q, none = torch.ones(1, 2, 3, head_dim), torch.zeros(1, 3, head_dim // 2)
+    try:
+        found = function(q, q, none, none)[0]
+    except Exception:
+        return False
+    left, turned = found[..., head_dim // 2 :], found[..., : head_dim // 2]
+    return found.shape == q.shape and torch.equal(left, q[..., head_dim // 2 :]) and not turned.any()
+
+
+class RouterKind(NamedTuple):
+    """by_logits: of a `Sparse`. experts_last: whether the experts are the last of its three results, or the one before."""
+
+    by_logits: bool
+    experts_last: bool
+
+
+def router_kind(module: Any, hidden: int) -> RouterKind:
+    """Finds the kind of a router by its results, with and without `norm_topk_prob` where it has that."""
+    text = forward_text(module)
+    check_plain(text.function, text.name, ROUTER | {"bias"}, ("norm_topk_prob",), type(module))
+    plain = set(module._parameters) <= {"weight", "bias"} and not module._modules and not module._buffers
+    if not plain or type(getattr(module, "top_k", None)) is not int:
+        raise NotServed(f"{type(module).__name__} is not a router with a weight, a bias and top_k alone")
+    generator = torch.Generator().manual_seed(1)
+    made = _copy_of(module, torch.float32, generator)
+    x = torch.randn(ROWS, hidden, generator=generator)
+    logits = nn.functional.linear(x, made.weight, made._parameters.get("bias"))
+    # Both orders are one function where the scores are normalised: the text says which, for its rounding.
+    calls = [part for part in ast.walk(text.node) if isinstance(part, ast.Call) and getattr(part.func, "attr", "") in ("topk", "softmax")]
+    by_logits = bool(calls) and min(calls, key=lambda part: (part.lineno, part.col_offset)).func.attr == "topk"  # type: ignore[attr-defined]
+    flags = (True, False) if "norm_topk_prob" in vars(module) else (None,)
+    index = set()
+    for flag in flags:
+        if flag is not None:
+            made.norm_topk_prob = flag
+        with torch.no_grad():
+            try:
+                results = original_forward(module)(made, x)
+            except Exception as error:  # whatever a class's own code raises
+                raise NotServed(f"{text.name} does not run alone: {type(error).__name__}: {error}") from None
+        if not isinstance(results, tuple) or len(results) != 3:
+            raise NotServed(f"{text.name} does not return logits, scores and experts")
+        scores, expert = choose_experts(logits, module.top_k, flag is not False, by_logits)
+        for i, j in ((1, 2), (2, 1)):
+            if torch.equal(results[i], expert) and torch.allclose(results[j].float(), scores, atol=1e-6):
+                index.add(i)
+        if not torch.allclose(results[0].float(), logits, atol=1e-6):
+            index.add(0)
+    if index not in ({1}, {2}) or (flags == (None,) and module.top_k == 1):
+        raise NotServed(f"{text.name} is not the softmax of the highest logits, or the highest of the softmax")
+    return RouterKind(by_logits, index == {2})
