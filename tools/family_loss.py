@@ -12,6 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,13 +52,15 @@ def config_of(kind: str, cls: Any) -> Any:
     return config
 
 
-def built(kind: str, name: str) -> Any:
-    """A model of the default configuration, without memory. Raises whatever its class raises."""
+def built(kind: str, name: str, changes: Mapping[str, Any] = {}) -> Any:
+    """A model of the default configuration with some changes, without memory. Raises whatever its class raises."""
     import torch
     import transformers
 
     cls = getattr(transformers, name)
     config = config_of(kind, cls)
+    for changed, value in changes.items():
+        setattr(config, changed, value)
     with torch.device("meta"):
         return cls(config)
 
