@@ -1,6 +1,8 @@
 """Llama in a file of the user's own, for tests of what is known by its text."""
 
 import importlib.util
+import inspect
+import linecache
 import re
 import sys
 from pathlib import Path
@@ -21,28 +23,42 @@ def source_of_mine() -> str:
     return re.sub(r"^from \.\.\.", "from transformers.", text, flags=re.MULTILINE)
 
 
-def load_mine(tmp_path, monkeypatch):
-    """A function that loads a small model of a file under a module's name, with pieces of the text replaced."""
+def source_of_other() -> str:
+    """The file of tests/other_decoder.py, with the name that the installed transformers has for a cache."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
 
-    def load(*changes, name=FROM_A_FILE):
-        text = source_of_mine()
+    text = (Path(__file__).parent / "other_decoder.py").read_text(encoding="utf-8")
+    if "cache" not in inspect.signature(LlamaAttention.forward).parameters:
+        return text
+    before, layers, after = re.split("(?=class OtterAttention|class OtterModel)", text)
+    after = after.replace("mask, past_key_values=", "mask, cache=")
+    return before + layers.replace("past_key_values", "cache") + after
+
+
+def load_mine(tmp_path, monkeypatch):
+    """A function that loads a small model of a file under a module's name, with pieces of the text replaced. source: of the file, by default
+    Llama's; sizes: of the configuration, beside the usual ones."""
+
+    def load(*changes, name=FROM_A_FILE, source=None, **sizes):
+        text = source_of_mine() if source is None else source
         for old, new in changes:
-            assert text.count(old) == 1
+            assert text.count(old) == 1, old
             text = text.replace(old, new)
         path = tmp_path / f"{name.rpartition('.')[2]}.py"
         path.write_text(text, encoding="utf-8")
+        linecache.checkcache(str(path))
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
-        from transformers import LlamaConfig
-
-        sizes = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+        [causal_lm] = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == name and cls.__name__.endswith("ForCausalLM")]
+        usual = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
         torch.manual_seed(0)
-        config = LlamaConfig(**sizes, num_key_value_heads=2, head_dim=12, pad_token_id=0, eos_token_id=None, bos_token_id=None)
-        model = module.MineForCausalLM._from_config(config, attn_implementation="eager").train()
+        usual.update(num_key_value_heads=2, head_dim=12, pad_token_id=0, eos_token_id=None, bos_token_id=None)
+        config = causal_lm.config_class(**{**usual, **sizes})
+        model = causal_lm._from_config(config, attn_implementation="eager").train()
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if parameter.dim() == 1:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
         return model
 

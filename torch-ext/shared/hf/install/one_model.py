@@ -22,7 +22,7 @@ from ..parts.hub import TRANSFORMERS_EXPECTED
 from ..parts.modules import SAVED, is_marked, is_transformers_own, without_decorators
 from ..say import explain as explanation
 from . import patching
-from .recognised import Recognised
+from .recognised import Recognised, read_of
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 
@@ -248,14 +248,18 @@ def explain(families: Families, model, shapes=None):
         if known is not None:
             return known
     found = _decoder_layers(families, model)
+    read = {layer: read_of(layer) for _, layer in found}
     left: Dict[str, Tuple[Reason, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
     for targets in families:
         count = sum(each is targets for each, _ in found)
+        are_read = all(read[layer] for each, layer in found if each is targets)
         for operation, texts in unfit_texts(targets).items() if count else ():
             if operation in targets.losses() and not _modules_of([targets], model, operation):
+                continue
+            if are_read and operation != "attention" and operation not in targets.losses():
                 continue
             operation = argument_of(operation)
             before = left[operation][1] if operation in left else 0
             left[operation] = why_left(texts), before + count
-    layers = [(layer, targets.explain_layer) for targets, layer in found]
+    layers = [(layer, getattr(read[layer], "explain", targets.explain_layer)) for targets, layer in found]
     return explanation.explain(model, layers, [each for each in _causal_lms(families, model) if each not in losses], left, losses)

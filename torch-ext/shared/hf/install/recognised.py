@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..family.arguments import forward_like
-from ..family.calls import kind_of
+from ..family.calls import argument_names, kind_of
 from ..family.ownership import describe, slot_of
-from ..family.row_reader import Row, class_names, row_of
+from ..family.row_reader import ATTENTION, Row, class_names, row_of
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import decoder_layer_forward
 from ..layer.recognised_layer import FACTS, RecognisedLayer
@@ -62,6 +62,7 @@ def _recognised(decoder: Any, layers: Tuple[Any, ...], experts: bool) -> Recogni
         row = _without_experts(row)
     family = row.family
     own = RecognisedLayer(family, class_names(small.layers, family), row.called, row.arguments)
+    own.attention_input = argument_names(original_forward(small.layers[0]._modules[ATTENTION]))[0]
     kinds: Dict[Any, int] = {}
     for i, (layer, copy, tests) in enumerate(zip(layers, small.layers, row.tests)):
         _check_parts(layer, copy)

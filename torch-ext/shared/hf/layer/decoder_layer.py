@@ -60,7 +60,9 @@ class Mixed(NamedTuple):
 
 
 class FusedLayer(OwnForwards):
-    """A row of the table, with what is known of the forwards of its classes."""
+    """A row of the table, with what is known of the forwards of its classes. attention_input: what attention calls its input."""
+
+    attention_input = "hidden_states"
 
     def __init__(self, family: Family):
         super().__init__(family.modeling, *family.classes())
@@ -117,8 +119,8 @@ class FusedLayer(OwnForwards):
             warn_of_called_attention(layer)
             norm = _part(layer, self.family.norms.inputs)
             normed = x if norm is None else rms_norm(self.norm(eps_of(norm)), x, weight_of(norm))
-            given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
-            return Mixed(_parts(layer)["self_attn"](hidden_states=normed, **given)[0], None, x)
+            given = {self.attention_input: normed, "attention_mask": attention_mask, CACHE: cache, **kwargs}
+            return Mixed(_parts(layer)["self_attn"](position_embeddings=position_embeddings, **given)[0], None, x)
         q, k, v, residual = _attention_inputs(self, layer, x, position_embeddings)
         attention = _parts(layer)["self_attn"]
         if self.family.position_scale:
@@ -391,12 +393,6 @@ def _run(own: FusedLayer, layer, kwargs):
     cache, position_embeddings = kwargs.pop(CACHE, None), kwargs.pop("position_embeddings", None)
     if why_not_fusable(own, layer, hidden_states):
         warn_of_kept_mlp(layer)
-        return original_forward(layer)(
-            layer,
-            hidden_states,
-            attention_mask=attention_mask,
-            **{CACHE: cache},
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+        named = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings}
+        return original_forward(layer)(layer, hidden_states, **named, **kwargs)
     return _finish(own, layer, *own.mix(layer, hidden_states, attention_mask, cache, position_embeddings, kwargs))

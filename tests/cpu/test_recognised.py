@@ -1,0 +1,266 @@
+"""Models without a row are read: what their forwards compute is found whatever it is called, what no row can say is refused with its line,
+and of models that were changed none is served as what it is not."""
+
+import ast
+import copy
+import random
+import warnings
+
+import pytest
+import torch
+
+from tests.models import Step, random_tokens
+from tests.own_file import FROM_A_FILE, source_of_mine, source_of_other
+from tests.patched import calls_of
+
+WHOLE = {
+    "read: OtterDecoderLayer.forward": 2, "norm, to_q, to_k, to_v, rotary": 2, "o_proj": 2, "norm, both, back": 2, "loss without logits": 1,
+}  # fmt: skip
+FACTOR = 3
+GRANITE = "transformers.models.granite.modeling_granite"
+AS_USUAL = "device", "pack"  # of a model on the CPU
+
+
+def step_of(model, **inputs) -> Step:
+    tokens = random_tokens(2, 13)
+    torch.manual_seed(1)  # of a dropout
+    return Step(model, input_ids=tokens, labels=tokens, **{"use_cache": False, **inputs})
+
+
+def padded() -> dict:
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[1, :4] = 0
+    return {"attention_mask": mask}
+
+
+def rows_of(package, model) -> list:
+    return [row for row in package.explain(model).rows if "TRL" not in row.part]
+
+
+def fused(package, model) -> dict:
+    return {row.part: row.count for row in rows_of(package, model) if row.fused}
+
+
+def said(package, model) -> str:
+    return "\n".join(f"{row.part} {row.reason}" for row in rows_of(package, model))
+
+
+@torch.no_grad()
+def generated(model):
+    """The logits of a prompt and of two tokens that follow it one by one."""
+    tokens = random_tokens(2, 9)
+    found = model(input_ids=tokens[:, :7], use_cache=True)
+    logits = [found.logits]
+    for i in (7, 8):
+        found = model(input_ids=tokens[:, i : i + 1], past_key_values=found.past_key_values, use_cache=True)
+        logits.append(found.logits)
+    return torch.cat(logits, 1)
+
+
+def all_of(model) -> tuple:
+    """(steps in training and in evaluation, without padding and with it; logits of a generation)."""
+    plain, with_padding = step_of(model.train()), step_of(model, **padded())
+    evaluated = step_of(model.eval())
+    return (plain, with_padding, evaluated), generated(model)
+
+
+def assert_same(found, expected) -> None:
+    for mine, other in zip(found[0], expected[0]):
+        mine.assert_same(other, FACTOR)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", (FROM_A_FILE, "transformers_modules.someone.otter.0a1b2c.modeling_otter"))
+def test_a_decoder_of_nobodys(decoders, mine, name):
+    model = mine(source=source_of_other(), name=name)
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    assert fused(decoders, model) == WHOLE and all(row.fused or row.code in AS_USUAL for row in rows_of(decoders, model))
+    assert_same(all_of(model), expected)
+    twin = copy.deepcopy(model)
+    assert fused(decoders, twin.train()) == WHOLE
+    assert_same(all_of(twin), expected)
+    decoders.reset()
+    assert not any("forward" in vars(module) or any("facts" in key for key in vars(module)) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_in_half_precision(decoders, mine, dtype):
+    model = mine(source=source_of_other()).to(dtype)
+    decoders.kernelize(model)
+    assert fused(decoders, model) == WHOLE
+
+
+def test_without_memory_or_gradients(decoders, mine):
+    """What kernelize() is called within does not reach the copy that it compares, and its random numbers are not the caller's."""
+    model = mine(source=source_of_other())
+    before = torch.random.get_rng_state()
+    with torch.device("meta"), torch.inference_mode():
+        decoders.kernelize(model)
+    assert fused(decoders, model) == WHOLE and torch.equal(before, torch.random.get_rng_state())
+    decoders.reset()
+    nowhere = decoders.kernelize(mine(source=source_of_other()).to("meta"))
+    assert "read: OtterDecoderLayer.forward" in fused(decoders, nowhere)
+
+
+def test_checkpointed_and_compiled(decoders, mine):
+    model = mine(source=source_of_other())
+    expected = step_of(model)
+    decoders.kernelize(model)
+    Step(model, torch.compile(model, backend="eager"), input_ids=random_tokens(2, 13), labels=random_tokens(2, 13)).assert_same(expected, FACTOR)
+    model.gradient_checkpointing_enable()
+    step_of(model).assert_same(expected, FACTOR)
+
+
+def test_a_class_of_a_release_that_is_not_recorded(decoders, monkeypatch):
+    """Of a family with a row, whose layer has another text than those that are known."""
+    import importlib
+
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = GraniteForCausalLM(GraniteConfig(**sizes, residual_multiplier=0.4, pad_token_id=0)).train()
+    expected = step_of(model)
+    versions = importlib.import_module(f"{decoders.__name__}.shared.hf.family.versions")
+    others = dict.fromkeys((f"Granite{name}.forward" for name in ("DecoderLayer", "Attention", "MLP")), {"5.17.0": "another"})
+    monkeypatch.setitem(versions.TEXTS, GRANITE, {**versions.TEXTS[GRANITE], **others})
+    monkeypatch.setattr(versions, "_read", versions._read.__wrapped__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decoders.kernelize(model)
+    assert not any("decoder_layer" in str(each.message) for each in caught)
+    found = fused(decoders, model)
+    assert found["read: GraniteDecoderLayer.forward"] == 2 and found["norm, gate_proj, up_proj, down_proj"] == 2
+    step_of(model).assert_same(expected, FACTOR)
+
+
+# ---------------------------------------------------------------- what may not be served
+LAYER = "return self.fourth(self.feed(self.third(between))) + between"
+ATTENDED = "return self.o_proj(attended.reshape(rows, tokens, -1)), weights"
+NORM = "return ((1.0 + self.weight.float()) * (wide * inverse)).type_as(stream)"
+TURNED = "return quarter_turn(q) * sin + cos * q, k * cos + sin * quarter_turn(k)"
+QKV = "q, k = apply_rotary_pos_emb(q, k, *position_embeddings)"
+KNOWN = "if past_key_values is not None:"
+# What acts only in some calls or configurations, which a comparison of numbers would not see: (change, what `explain` says).
+HIDDEN = {
+    "a sum": (LAYER, LAYER + " + 1.0", "OtterDecoderLayer.forward"),
+    "a clamp": (NORM, NORM + ".clamp(-1e9, 1e9)", "calls something else"),
+    "a clamp of the stream": (LAYER, LAYER.replace("between)))", "between))).clamp(-1e9, 1e9)"), "clamp"),
+    "of long rows": (NORM, "if stream.shape[1] > 4096:\n            stream = stream * 2\n        " + NORM, "branches"),
+    "of long rows, turned": (TURNED, "if q.shape[2] > 4096:\n        cos = cos * 2\n    " + TURNED, "branches"),
+    "of a long batch": (LAYER, "between = between * 2 if between.shape[0] > 64 else between\n        " + LAYER, "compares what only a call knows"),
+    "without a mask": (LAYER, "between = between * 2 if attention_mask is None else between\n        " + LAYER, "attention_mask is None"),
+    "without a cache": (KNOWN, "if past_key_values is None:\n            k = k * 2\n        " + KNOWN, "differs from its own forward"),
+    "a cache elsewhere": ("k, v, self.layer_idx)", "k, v, self.layer_idx + 1)", "keeps its keys and values in another place"),
+    "with a cache": ("k, v, self.layer_idx)", "k, v, self.layer_idx)\n            v = v * 2", "OtterAttention.forward"),
+    "in evaluation": (LAYER, "between = between if self.training else between * 2\n        " + LAYER, "in training"),
+    "without sdpa": (QKV, QKV + "\n        if self.config._attn_implementation == 'sdpa':\n            q = q * 2", "another implementation"),
+    "a dropout": (LAYER, LAYER.replace("self.feed(", "nn.functional.dropout(self.feed(").replace("between)))", "between)), p=0.1))"), "drop"),
+    "no window": (", sliding_window=self.reach", "", None),
+    "no positions": ("position_embeddings=None, **kwargs", "position_embeddings=None, position_ids=None, **kwargs", "hand the mask"),
+    "in place": (LAYER, "between += 1.0\n        " + LAYER, "writes into a tensor"),
+    "a seed": (LAYER, "torch.manual_seed(0)\n        " + LAYER, "OtterDecoderLayer.forward"),
+}
+
+
+def test_a_layer_with_several_results_is_left_alone(decoders, mine):
+    after = "position_ids=position_ids, **kwargs\n            )\n        return Base"
+    model = mine((LAYER, LAYER.replace("return", "return (") + ",)"), (after, after.replace(")", ")[0]")), source=source_of_other())
+    expected = step_of(model)
+    decoders.kernelize(model)
+    assert "OtterDecoderLayer.forward returns" in said(decoders, model)
+    step_of(model).assert_same(expected, FACTOR)
+
+
+@pytest.mark.parametrize("change", HIDDEN)
+def test_what_acts_in_some_calls_is_not_left_out(decoders, mine, change):
+    old, new, why = HIDDEN[change]
+    source = source_of_other()
+    model = mine((old, new), source=source) if source.count(old) == 1 else pytest.skip("another name of the cache")
+    before = all_of(model)
+    decoders.kernelize(model.train())
+    assert (fused(decoders, model).keys() == WHOLE.keys()) == (why is None)
+    assert why is None or why in said(decoders, model), said(decoders, model)
+    assert_same(all_of(model), before)
+
+
+def test_an_argument_that_decides_runs_the_layers_own_forward(decoders, mine):
+    model = mine(
+        ("position_embeddings=None, **kwargs", "position_embeddings=None, louder=False, **kwargs"),
+        (LAYER, "if louder:\n            return between * 2\n        " + LAYER),
+        source=source_of_other(),
+    )
+    expected = [step_of(model), step_of(model, louder=True)]
+    decoders.kernelize(model)
+    assert fused(decoders, model) == WHOLE
+    for found, other in zip((step_of(model), step_of(model, louder=True)), expected):
+        found.assert_same(other, FACTOR)
+
+
+def test_a_fact_that_changes_is_noticed(decoders, mine):
+    changes = ("self.is_causal = True", "self.is_causal, self.loud = True, False"), (QKV, QKV + "\n        if self.loud:\n            q = q * 2")
+    model = mine(*changes, source=source_of_other())
+    decoders.kernelize(model)
+    assert fused(decoders, model) == WHOLE
+    for layer in model.model.layers:
+        layer.self_attn.loud = True
+    found = step_of(model)
+    assert {row.code for row in rows_of(decoders, model) if row.part == "decoder layer"} == {"facts"}
+    assert "self_attn.loud is True" in said(decoders, model)
+    decoders.reset()
+    found.assert_same(step_of(model))
+
+
+PATCHES = {
+    "a hook of a part": lambda model, module: model.model.layers[0].feed.register_forward_hook(lambda part, given, result: result * 2),
+    "another class": lambda model, module: setattr(model.model.layers[0], "second", torch.nn.Identity()),
+    "a forward of one module": lambda model, module: setattr(model.model.layers[0].feed, "forward", lambda stream: stream),
+    "a function of the file": lambda model, module: setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k)),
+    "a function below": lambda model, module: setattr(module, "quarter_turn", lambda x: x),
+    "a class's forward": lambda model, module: setattr(module.OtterScale, "forward", lambda self, stream: stream),
+}
+
+
+@pytest.mark.parametrize("before", (True, False))
+@pytest.mark.parametrize("patch", PATCHES)
+def test_what_is_patched_runs(decoders, mine, patch, before):
+    import sys
+
+    model = mine(source=source_of_other())
+    if not before:
+        decoders.kernelize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        PATCHES[patch](model, sys.modules[FROM_A_FILE])
+        if before:
+            decoders.kernelize(model)
+    found = step_of(model)
+    decoders.reset()
+    found.assert_same(step_of(model), FACTOR)
+
+
+FAILING = {
+    "no sizes": ("self.reach = 5 if layer_idx % 2 else None", "self.reach = 5 if layer_idx % 2 else None\n        assert config.hidden_size > 47"),
+    "never on the side": ("class OtterFeed(nn.Module):\n    def __init__(self, config):\n        super().__init__()",
+                          "class OtterFeed(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+                          "        if config.intermediate_size < 64:\n            raise SyntaxError('mine')"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_class_that_fails_leaves_its_model_as_it_is(decoders, mine, failing):
+    model = mine(FAILING[failing], source=source_of_other())
+    expected = step_of(model)
+    decoders.kernelize(model)
+    assert failing == "no sizes" or "SyntaxError: mine" in said(decoders, model)
+    step_of(model).assert_same(expected, FACTOR)
+
+
+def test_served_models_are_not_read(decoders, monkeypatch):
+    """It would take time, and change nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shapes = calls_of(decoders)._shapes
+    monkeypatch.setattr(type(shapes), "layers", lambda *given: pytest.fail("read"))
+    sizes = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    decoders.kernelize(LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0)))
