@@ -126,14 +126,12 @@ class OtterModel(PreTrainedModel):
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(seen, seen + stream.shape[1], device=stream.device)[None]
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=stream, attention_mask=attention_mask, past_key_values=past_key_values, position_ids=position_ids
-        )
+        places = {"past_key_values": past_key_values, "position_ids": position_ids}
+        mask = create_causal_mask(config=self.config, inputs_embeds=stream, attention_mask=attention_mask, **places)
         angles = self.rotary_emb(stream, position_ids)
         for layer in self.layers:
-            stream = layer(
-                stream, attention_mask=mask, past_key_values=past_key_values, position_embeddings=angles, position_ids=position_ids, **kwargs
-            )
+            given = {"position_embeddings": angles, "position_ids": position_ids, **kwargs}
+            stream = layer(stream, attention_mask=mask, past_key_values=past_key_values, **given)
         return BaseModelOutputWithPast(last_hidden_state=self.last(stream), past_key_values=past_key_values)
 
 
@@ -150,9 +148,8 @@ class OtterForCausalLM(PreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None, **kwargs):
-        found = self.model(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, **kwargs
-        )
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values, **kwargs}
+        found = self.model(input_ids, use_cache=use_cache, **given)
         logits = self.lm_head(found.last_hidden_state)
         loss = None
         if labels is not None:

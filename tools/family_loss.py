@@ -1,7 +1,7 @@
-"""The table of which models train without logits: every type that transformers lists as a causal LM, or as a model of images and text.
+"""The table of what is served of every type that transformers lists as a causal LM, or as a model of images and text.
 
 `python -m tools.family_loss` prints it, and `--write docs/families.md` puts it there. Each type is built of its default configuration,
-without memory; what is said of it is what `kernelize` and `explain` of `bastile/decoders` do and say.
+without memory; what is said of it is what `kernelize` and `explain` of `bastile`, which has the rows of all packages, do and say.
 """
 
 import argparse
@@ -16,20 +16,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SOURCES = Path(__file__).resolve().parent.parent / "packages" / "decoders" / "torch-ext"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "packages" / "decoders" / "torch-ext"
 START = "## Of each type\n\n"  # what follows it in the document is written here
 PART = "loss without logits"
 TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
 
 
+OPERATIONS = "RMSNorm", "MLP", "rotary embedding"
+# What may become of a type's layers, the most first.
+LEVELS = {
+    "whole": "layers whole",
+    "called": "layers, with parts that are called",
+    "operations": "single operations of its layers",
+    "": "nothing of its layers",
+}
+
+
 class Found(NamedTuple):
-    """How a type of model is served. served: "row", or "read" from its forward, or "" where `reason` says why not; built: whether it could
-    be built."""
+    """How a type of model is served. level: a key of `LEVELS`; row: whether a row of the table serves its layers, instead of what was read
+    of them; layers: why a part of its layers is called, or they are not served. loss: whether its loss needs no logits, and else `reason`
+    says why it does; read: whether it is read from the forward. built: whether it could be built, else `reason` says why not."""
 
     table: str
     kind: str
-    served: str
     reason: str
+    level: str = ""
+    row: bool = False
+    layers: tuple[str, ...] = ()
+    loss: bool = False
+    read: bool = False
     built: bool = True
 
 
@@ -66,23 +82,34 @@ def built(kind: str, name: str, changes: Mapping[str, Any] = {}) -> Any:
 
 
 def found_of(package: Any, table: str, kind: str, name: str) -> Found:
-    """Tells how the loss of one type is computed."""
+    """Tells how one type is served."""
     try:
         model = built(kind, name)
     except Exception as error:  # a default that does not fit itself, or a library that is not installed
-        return Found(table, kind, "", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", built=False)
+        return Found(table, kind, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", built=False)
     try:
         package.kernelize(model)
     except (TypeError, RuntimeError):  # nothing of it is served, or not all of a family
         pass
     try:
-        row = next((row for row in package.explain(model).rows if row.part == PART), None)
+        rows = package.explain(model).rows
     except TypeError:
-        row = None
-    if row is None:
-        return Found(table, kind, "", f"{name} has no loss of its labels' tokens, or no head that it names")
-    of_row = not any("_bastile_shape" in vars(module) for module in model.modules())
-    return Found(table, kind, ("row" if of_row else "read") if row.fused else "", row.reason)
+        rows = ()
+    loss = next((row for row in rows if row.part == PART), None)
+    read = any("_bastile_shape" in vars(module) for module in model.modules())
+    without = f"{name} has no loss of its labels' tokens, or no head that it names"
+    of_row = not any(row.part.startswith("read: ") for row in rows)
+    level, layers = level_of(rows)
+    return Found(table, kind, loss.reason if loss else without, level, of_row, layers, bool(loss and loss.fused), read)
+
+
+def level_of(rows: Any) -> tuple[str, tuple[str, ...]]:
+    """(a key of `LEVELS`, why parts of layers are called or the layers are not served) by the table of `explain`."""
+    called = tuple(f"{row.part}: {row.reason}" for row in rows if row.code == "called")
+    left = tuple(row.reason for row in rows if row.part == "decoder layer")
+    if called or any(row.fused and row.part.startswith("norm, ") for row in rows):
+        return "called" if called else "whole", (*called, *left)
+    return "operations" if any(row.fused and row.part in OPERATIONS for row in rows) else "", left
 
 
 def all_found(package: Any, kinds: list[str] | None = None) -> list[Found]:
@@ -93,27 +120,41 @@ def all_found(package: Any, kinds: list[str] | None = None) -> list[Found]:
 
 
 def table_of(found: list[Found]) -> str:
-    """The table as Markdown."""
+    """The tables as Markdown."""
     import transformers
 
     lines = [f"Of transformers {transformers.__version__}:", ""]
-    lines += ["| | types | built here | loss without logits | of a row | read from the forward |", "|---|---|---|---|---|---|"]
+    levels = list(LEVELS.values())
+    lines += [f"| | types | built here | {' | '.join(levels)} | loss without logits |", "|---|---|---|" + "---|" * len(levels) + "---|"]
     for table in TABLES:
-        of_table = [each for each in found if each.table == table]
-        counts = Counter(each.served for each in of_table)
-        built_here, served = sum(each.built for each in of_table), counts["row"] + counts["read"]
-        lines.append(f"| {table} | {len(of_table)} | {built_here} | {served} | {counts['row']} | {counts['read']} |")
-    lines += ["", "| makes logits | why |", "|---|---|"]
-    reasons: dict[str, list[str]] = {}
-    for each in found:
-        if not each.served and each.built:
-            reason = re.sub(r",? in line \d+", "", each.reason).replace("|", "\\|")
-            reasons.setdefault(re.sub(r"^\w+\.forward ", "its forward ", reason), []).append(each.kind)
-    lines += [f"| {', '.join(dict.fromkeys(kinds))} | {reason} |" for reason, kinds in reasons.items()]
+        of_table = [each for each in found if each.table == table and each.built]
+        counts = Counter(each.level for each in of_table)
+        numbers = [sum(each.table == table for each in found), len(of_table), *map(counts.get, LEVELS), sum(each.loss for each in of_table)]
+        lines.append(f"| {table} | {' | '.join(str(number or 0) for number in numbers)} |")
+    lines += ["", "| served | by | types |", "|---|---|---|"]
+    for level, said in LEVELS.items():
+        for by, row in (("a row", True), ("what was read", False)) if level in ("whole", "called") else (("", None),):
+            for loss in (True, False):
+                of_level = [each for each in found if each.built and (each.level, each.loss) == (level, loss)]
+                kinds = [each.kind for each in of_level if row in (None, each.row)]
+                alone = "the loss alone" if loss else "nothing"
+                also = f"{said}{', and the loss' if loss else ''}" if level else alone
+                lines += [f"| {also} | {by} | {', '.join(dict.fromkeys(kinds))} |"] if kinds else []
+    lines += by_reason("calls, or leaves its layers", [(each.kind, why) for each in found if each.built for why in each.layers])
+    lines += by_reason("makes logits", [(each.kind, each.reason) for each in found if each.built and not each.loss])
     unbuilt = dict.fromkeys(each.kind for each in found if not each.built)
     said = f"Not built here, by the default configuration alone: {', '.join(unbuilt)}."
     lines += ["", *textwrap.wrap(said, 140, break_on_hyphens=False)] if unbuilt else []
     return "\n".join(lines) + "\n"
+
+
+def by_reason(title: str, pairs: list[tuple[str, str]]) -> list[str]:
+    """A table of types by a reason, which has no number of a line. pairs: (type, reason)."""
+    reasons: dict[str, dict[str, None]] = {}
+    for kind, why in pairs:
+        reason = re.sub(r",? in line \d+", "", why).replace("|", "\\|")
+        reasons.setdefault(re.sub(r"^\w+\.forward ", "its forward ", reason), {})[kind] = None
+    return ["", f"| {title} | why |", "|---|---|", *(f"| {', '.join(kinds)} | {reason} |" for reason, kinds in reasons.items())]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,8 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(SOURCES))
-    table = table_of(all_found(importlib.import_module("decoders"), given.kinds))
+    sys.path.insert(0, str(ROOT / "torch-ext"))
+    table = table_of(all_found(importlib.import_module("bastile"), given.kinds))
     if given.write is None:
         print(table, end="")
         return

@@ -34,6 +34,7 @@ SIZES = {
 }  # fmt: skip
 DIFFERENCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}  # of norms, relative
 TOKENS = 7
+LARGEST = 1_000_000  # weights of a small layer
 
 
 @contextmanager
@@ -75,10 +76,16 @@ def small_copy(decoder: Any, layers: Sequence[Any]) -> Small:
     config._attn_implementation = "eager"
     try:
         given = angles_of(type(decoder.rotary_emb)(decoder.config), TOKENS)
+        with torch.device("meta"):
+            numbers = sum(weight.numel() for i, layer in enumerate(layers) for weight in type(layer)(config, i).parameters())
+        if numbers > LARGEST * len(layers):
+            raise NotServed(f"{type(config).__name__} has sizes under names that are not known: no small copy of its layers could be made")
         torch.manual_seed(0)
         found = [type(layer)(config, i).float() for i, layer in enumerate(layers)]
         for layer in found:
             _fill(layer)
+    except NotServed:
+        raise
     except Exception as error:  # whatever a class's own code raises
         raise NotServed(f"no small copy of {type(layers[0]).__name__} could be made: {type(error).__name__}: {error}") from None
     head_dim = getattr(layers[0]._modules.get("self_attn"), "head_dim", None)
