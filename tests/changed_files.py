@@ -55,7 +55,7 @@ def changes_of(node) -> list:
 
 
 def changed(source: str, seed: int) -> Iterator[tuple[str, str]]:
-    """(what was changed, the file) for every change, in the order of a seed."""
+    """(what was changed, the file) for every change, in the order that a seed gives."""
     tree = ast.parse(source)
     sites = [
         (i, j, k)

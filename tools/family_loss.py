@@ -105,7 +105,7 @@ def found_of(package: Any, table: str, kind: str, name: str) -> Found:
 
 def level_of(rows: Any) -> tuple[str, tuple[str, ...]]:
     """(a key of `LEVELS`, why parts of layers are called or the layers are not served) by the table of `explain`."""
-    called = tuple(f"{row.part}: {row.reason}" for row in rows if row.code == "called")
+    called = tuple(f"{row.part}: {row.reason}" for row in rows if row.code == "called" and row.part != PART)
     left = tuple(row.reason for row in rows if row.part == "decoder layer")
     if called or any(row.fused and row.part.startswith("norm, ") for row in rows):
         return "called" if called else "whole", (*called, *left)
@@ -153,7 +153,8 @@ def by_reason(title: str, pairs: list[tuple[str, str]]) -> list[str]:
     reasons: dict[str, dict[str, None]] = {}
     for kind, why in pairs:
         reason = re.sub(r",? in line \d+", "", why).replace("|", "\\|")
-        reasons.setdefault(re.sub(r"^\w+\.forward ", "its forward ", reason), {})[kind] = None
+        reason = re.sub(r"^\w+ has no (module|rotary_emb)", r"it has no \1", re.sub(r"(^|: )\w+\.forward ", r"\1its forward ", reason))
+        reasons.setdefault(reason, {})[kind] = None
     return ["", f"| {title} | why |", "|---|---|", *(f"| {', '.join(kinds)} | {reason} |" for reason, kinds in reasons.items())]
 
 

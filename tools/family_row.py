@@ -3,7 +3,7 @@
     python -m tools.family_row transformers.models.mixtral.modeling_mixtral            prints the row
     python -m tools.family_row transformers.models.seed_oss.modeling_seed_oss --set residual_dropout=0
                                                                                        of a model with another configuration
-    python -m tools.family_row transformers.models.mixtral.modeling_mixtral --record   and records the texts that it relies on
+    python -m tools.family_row transformers.models.mixtral.modeling_mixtral --add      and records the texts that it relies on
 
 The model is that of its default configuration, without memory; what the row says is compared with its own layers on a small copy. What no
 row can say is called, or stops it, and is printed with the line.
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="transformers' modeling module of the family")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of the configuration")
-    parser.add_argument("--record", action="store_true", help="record the texts in every tested release")
+    parser.add_argument("--add", action="store_true", help="record the texts in every tested release")
     given = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     warnings.simplefilter("ignore")
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         differ = [name for name in names if others[name] != here[name]]
         if differ:
             print(f"{release} says otherwise: {', '.join(differ)}")
-    if given.record:
+    if given.add:
         return transformers_texts.main(["--add", found.family.modeling, *names])
     return 0
 

@@ -264,3 +264,27 @@ def test_served_models_are_not_read(decoders, monkeypatch):
     monkeypatch.setattr(type(shapes), "layers", lambda *given: pytest.fail("read"))
     sizes = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     decoders.kernelize(LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0)))
+
+
+def test_each_decoder_of_a_model_is_explained(decoders, mine):
+    from transformers import BartConfig, BartModel
+
+    sizes = dict(d_model=48, vocab_size=100, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    both = torch.nn.ModuleList([mine(source=source_of_other()).model, BartModel(BartConfig(**sizes))])
+    decoders.kernelize(both)
+    assert "read: OtterDecoderLayer.forward" in fused(decoders, both)
+    assert "layers of BartDecoder BartDecoder has no rotary_emb" in said(decoders, both)
+
+
+def test_adapters_and_packed_documents(decoders, mine):
+    """LoRA on the projections of a model that is read, and documents that follow each other in a row."""
+    peft = pytest.importorskip("peft")
+    model = mine(source=source_of_other())
+    targets = peft.LoraConfig(target_modules=["to_q", "to_v", "o_proj", "both", "back"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(model, targets)
+    positions = torch.cat([torch.arange(6), torch.arange(7)])[None].expand(2, -1)
+    expected = [step_of(model), step_of(model, position_ids=positions)]
+    decoders.kernelize(model)
+    assert fused(decoders, model).keys() >= WHOLE.keys() - {"loss without logits"}
+    for found, other in zip((step_of(model), step_of(model, position_ids=positions)), expected):
+        found.assert_same(other, FACTOR)

@@ -106,6 +106,10 @@ def _without_layers_that_were_read(family: patching.Family, read: Sequence[Recog
     return family._replace(unknown={operation: texts for operation, texts in unknown.items() if operation != "decoder_layer"})
 
 
+def _class_of_layers(targets: Targets):
+    return ownership.class_of(targets, targets.classes["decoder_layer"][0])
+
+
 def _has_any(model, cls) -> bool:
     return cls is not None and any(isinstance(module, cls) for module in model.modules())
 
@@ -158,6 +162,8 @@ def kernelize(
     check_products(products)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
+    if shapes is not None:  # a tower may have a family's norms, behind a decoder without a row
+        prepared = [family for family in prepared if _has_any(model, _class_of_layers(family.targets))]
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []

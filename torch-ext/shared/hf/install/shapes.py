@@ -32,7 +32,6 @@ from .small_copy import experts_in
 HALF = "rotate_half"
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
 PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding"}
-READ = "its layers are not fused, each norm with the projections after it, their rotary embedding and the residual connections"
 
 
 class Part(NamedTuple):
@@ -171,15 +170,18 @@ _FITS: Mapping[str, Callable[[nn.Module], bool]] = {"rms_norm": _is_norm, "swigl
 def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bool], losses: Read) -> Optional[Explanation]:
     """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
     this package is on it."""
-    layers = [layer for decoder in decoders_in(model) for layer in decoder.layers]
+    decoders = decoders_in(model)
+    layers = [layer for decoder in decoders for layer in decoder.layers]
     read = [(layer, own.explain) for layer, own in zip(layers, map(read_of, layers)) if own is not None and ours(layer)]
     if read:
-        return explain(model, read, [], {}, losses)
+        others = [decoder for decoder in decoders if not any(layer is each for layer, _ in read for each in decoder.layers)]
+        left = {f"layers of {type(each).__name__}": (_why_unread(shapes, each), len(each.layers)) for each in others}
+        return explain(model, read, [], left, losses)
     found: Counter = Counter()
     parts = _all_parts(shapes, model)
     for operation, module, _ in parts:
-        left = None if ours(module) else Reason("unpatched", f"{type(module).__name__}'s own forward")
-        found[PARTS[operation], left] += 1
+        reason = None if ours(module) else Reason("unpatched", f"{type(module).__name__}'s own forward")
+        found[PARTS[operation], reason] += 1
     explain_losses(found, model, (), losses)
     if not found:
         return None
@@ -188,13 +190,17 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
         if _is_norm(module) and id(module) not in known_norms:
             text = f"{type(module).__name__}.forward has no text that is known, or reads what its class computes"
             found[PARTS["rms_norm"], Reason("row", text)] += 1
-    for decoder in decoders_in(model):
-        result = recognise(decoder, shapes.experts)
-        reason = Reason("unpatched", "transformers' own forward, or the user's") if isinstance(result, Recognised) else result
-        found["decoder layer", reason] += len(decoder.layers)
-    if not decoders_in(model):
-        found["decoder layer", Reason("row", f"{type(model).__name__} has no module with embed_tokens and layers: {READ}")] += 1
+    for decoder in decoders:
+        found["decoder layer", _why_unread(shapes, decoder)] += len(decoder.layers)
+    if not decoders:
+        found["decoder layer", Reason("row", f"{type(model).__name__} has no module with embed_tokens and layers")] += 1
     return explanation_of(found)
+
+
+def _why_unread(shapes: Shapes, decoder: Any) -> Reason:
+    """Why the layers of a decoder have no forward of ours."""
+    result = recognise(decoder, shapes.experts)
+    return Reason("unpatched", "transformers' own forward, or the user's") if isinstance(result, Recognised) else result
 
 
 def _all_parts(shapes: Shapes, model: nn.Module) -> List[Part]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ops.common import fail
 from ..family.arguments import CACHE
-from ..family.calls import ANGLES
+from ..family.calls import ANGLES, kind_of
 from ..family.families import Family
 from ..family.ownership import bind, unbind
 from ..family.probes import Angles, angles_of, argument_names
@@ -69,6 +69,8 @@ class Small(NamedTuple):
 
 def small_copy(decoder: Any, layers: Sequence[Any]) -> Small:
     """Makes the copy of a decoder's layers, each by its class and its place. Raises `NotServed` where that is not enough."""
+    if not isinstance(decoder._modules.get("rotary_emb"), nn.Module):
+        raise NotServed(f"{type(decoder).__name__} has no rotary_emb that makes the angles of its layers")
     config = copy.deepcopy(decoder.config)
     shrink(config)
     if getattr(decoder.config, "num_key_value_heads", None) == getattr(decoder.config, "num_attention_heads", 0):
@@ -96,11 +98,12 @@ def small_copy(decoder: Any, layers: Sequence[Any]) -> Small:
 def _fill(layer: nn.Module) -> None:
     """Weights that all count: none is zero, no norm is one."""
     with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        for module in layer.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and kind_of(module) == "norm":
+                    parameter.uniform_(0.5, 1.5)
+                elif parameter is not None:
+                    parameter.normal_(0.0, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
 
 
 def _run(layer, forward, named, dtype, inputs) -> List[torch.Tensor]:

@@ -137,7 +137,7 @@ def held_at(module, path: Path) -> Any:
 
 
 def follow(module, path: Path) -> Any:
-    """What a path of attributes, and of entries in brackets, leads to; None for nothing."""
+    """What a path of attributes, and of entries in brackets, leads to, or None."""
     for name in path:
         if name.startswith("["):
             key = name[1:-1]
