@@ -218,7 +218,7 @@ class Calls:
                 raise self._refused(node, "keeps its keys and values in another place")
             return tuple(Tensor(Op("cached", each, (x.op,)), x.shape) for each, x in zip("kv", args))
         if owner is REST:
-            return POSITIONS if name in ("get", "pop") and args[0] == Fact("position_ids") else None
+            return POSITIONS if name == "get" and args[0] == Fact("position_ids") else None
         if isinstance(owner, Fact) and name == "get" and isinstance(owner.value, dict) and isinstance(args[0], Fact):
             return Fact(owner.value.get(args[0].value), (*owner.path, f"[{args[0].value}]"))
         if isinstance(owner, Part):

@@ -120,7 +120,8 @@ def _layer(reading: _Reading, index: int) -> Facts:
     else:
         raise NotServed(f"{found.text.name} returns {value.op}")
     multiplier = first.multiplier
-    one = multiplier == last.multiplier and (multiplier is None or (type(multiplier) is tuple and multiplier[0] in vars(layer)))
+    of_layer = type(multiplier) is tuple and len(multiplier) == 1 and multiplier[0] in vars(layer)
+    one = multiplier == last.multiplier and (multiplier is None or of_layer)
     if (first.of, last.of, first.part, one) != (INPUT, total, ATTENTION, True):
         raise NotServed(f"{found.text.name} returns {value.op}")
     read = dict.fromkeys(part.attr for part in ast.walk(found.text.node) if isinstance(part, ast.Attribute))
