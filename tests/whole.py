@@ -108,6 +108,13 @@ GROUPS = (
         {"families/test_losses_of_all_types.py": "most_types_are_served"},
     ),
     Group(
+        "files of models with a change at one place",
+        "those of the first file",
+        first,
+        "sixteen models of each file train before and after; run test_changed_files.py when you change what reads forwards",
+        {"test_changed_files.py": "a_changed_file_is_served_as_what_it_is_or_not_at_all"},
+    ),
+    Group(
         "whole models whose kernels the interpreter runs",
         "the first case of each test",
         first,
