@@ -29,12 +29,12 @@ SIZES = {
     **dict.fromkeys(("head_dim", "global_head_dim"), 12),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim"), 4),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 24),
     **dict.fromkeys(("out_hidden_size", "output_dim", "projection_dim"), 48),
 }  # fmt: skip
 DIFFERENCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}  # of norms, relative
 TOKENS = 7
-LARGEST = 1_000_000  # weights of a small layer
+LARGEST = 2_000_000  # weights of a small layer
 
 
 @contextmanager
