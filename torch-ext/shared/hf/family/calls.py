@@ -136,7 +136,7 @@ class Calls:
         self.tests[p.path] = p.value
         self.skipped[p.path] = ()
         if p.value and training.value:
-            raise self._refused(node, f"drops {p.value:.0%} of its elements")
+            raise self._refused(node, "drops some of its elements")
         return x
 
     def _turn(self, node, function, args, kwargs) -> Any:
