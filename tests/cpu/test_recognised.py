@@ -288,3 +288,11 @@ def test_adapters_and_packed_documents(decoders, mine):
     assert fused(decoders, model).keys() >= WHOLE.keys() - {"loss without logits"}
     for found, other in zip((step_of(model), step_of(model, position_ids=positions)), expected):
         found.assert_same(other, FACTOR)
+
+
+def test_no_layer_is_read_on_an_unknown_text_of_what_all_rely_on(decoders, mine, monkeypatch):
+    recognised = importlib.import_module(f"{decoders.__name__}.shared.hf.install.recognised")
+    monkeypatch.setattr(recognised, "changed_texts", lambda module: ["Layer.__call__"] if module.endswith("modeling_layers") else [])
+    model = mine(source=source_of_other())
+    decoders.kernelize(model)
+    assert "an unknown text of Layer.__call__" in said(decoders, model) and fused(decoders, model) == {"loss without logits": 1}

@@ -164,6 +164,8 @@ def check_one_model(package, targets, name, left, model):
         warnings.simplefilter("always")
         package.kernelize(model)
     said = [str(w.message) for w in caught if "unknown" in str(w.message)]
+    if any(row.part.startswith("read: ") for row in package.explain(model).rows):  # where the text is one of the family's own
+        left = left - {"decoder_layer"}
     assert len(said) == bool(left) and all(name in text for text in said)
     names = {operation: cls for operation, (cls, _) in targets.classes.items()} | {"rope": targets.attention}
     for operation, cls in names.items():

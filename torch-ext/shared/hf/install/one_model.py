@@ -262,7 +262,7 @@ def explain(families: Families, model, shapes=None):
         for operation, texts in unfit_texts(targets).items() if count else ():
             if operation in targets.losses() and not _modules_of([targets], model, operation):
                 continue
-            if are_read and operation != "attention" and operation not in targets.losses():
+            if are_read and operation == "decoder_layer":
                 continue
             operation = argument_of(operation)
             before = left[operation][1] if operation in left else 0

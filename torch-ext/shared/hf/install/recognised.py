@@ -11,6 +11,7 @@ from ..family.arguments import forward_like
 from ..family.calls import argument_names, kind_of
 from ..family.ownership import describe, slot_of
 from ..family.row_reader import ATTENTION, Row, class_names, row_of
+from ..family.versions import changed_texts, release
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import decoder_layer_forward
 from ..layer.recognised_layer import FACTS, RecognisedLayer
@@ -21,6 +22,8 @@ from ..parts.modules import all_are_listened_to, for_class, original_forward
 from ..parts.weights import weight_within
 from .small_copy import check_on_copy, on_the_side, small_copy
 
+# What fused layers rely on beside the forwards that are read: their texts have to be those of tested releases.
+RELIED_ON = "transformers.modeling_layers", "transformers.activations", "transformers.integrations.moe"
 READ = SAVED + "read"  # on a forward of recognised layers: what serves them
 
 
@@ -54,6 +57,9 @@ def recognise(decoder: Any, experts: bool = True) -> Union[Recognised, Reason]:
 def _recognised(decoder: Any, layers: Tuple[Any, ...], experts: bool) -> Recognised:
     if not layers:
         raise NotServed(f"{type(decoder).__name__} has no layers")
+    unknown = [name for module in RELIED_ON for name in changed_texts(module)]
+    if unknown:
+        raise NotServed(f"transformers {release()} has an unknown text of {', '.join(unknown)}")
     if all_are_listened_to():
         raise NotServed("hooks listen to all modules of the process, and would to those of a small copy")
     small = small_copy(decoder, layers)
