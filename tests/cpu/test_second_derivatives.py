@@ -2,6 +2,7 @@
 pass inside of one, goes on as ever."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.ops.common import FP32, leaf, randn
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in (ROOT / "torch-ext", *ROOT.glob("packages/*/torch-ext")) for path in sorted(folder.rglob("*.py"))]
-INNER = {"_AskForHandle"}  # made and differentiated by the package itself
+# Made and differentiated by the package itself; and a linear layer, whose backward pass consists of PyTorch's operations.
+OTHERS = {"_AskForHandle", "_Product"}
 
 
 def functions_of(path):
@@ -26,7 +28,7 @@ def functions_of(path):
 
 def test_every_autograd_function_refuses_by_our_decorator():
     """torch's own lets a backward pass through whose incoming gradient needs no derivative."""
-    found = [(path, tree, node) for path in SOURCES for tree, node in functions_of(path) if node.name not in INNER]
+    found = [(path, tree, node) for path in SOURCES for tree, node in functions_of(path) if node.name not in OTHERS]
     assert len(found) > 35
     for path, tree, node in found:
         backward = next(part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "backward")
@@ -42,6 +44,16 @@ def penalty(model, tokens):
     loss = model(inputs_embeds=embedded, labels=tokens).loss
     (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
     return loss + gradient.square().sum()
+
+
+def test_a_layer_in_eight_bits_has_a_second_derivative(qwen3):
+    linear = torch.nn.Linear(8, 6, dtype=torch.float64).requires_grad_(False)
+    inside = qwen3.eight_bits(tiny_model(torch.bfloat16).requires_grad_(False)).model.layers[0].mlp.gate_proj
+    linear.bias.requires_grad_()
+    assert type(inside).__name__ == "EightBitLinear"
+    (codes,), scale = sys.modules[type(inside).__module__].quantise_together([linear.weight.detach()])
+    type(inside).take(linear, codes, scale, torch.float64)
+    assert torch.autograd.gradgradcheck(linear, leaf(torch.randn(3, 8, dtype=torch.float64)))
 
 
 def test_a_gradient_penalty_of_a_model(qwen3):
