@@ -74,10 +74,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. lora: the rank of PEFT's adapters on all projections and experts, which alone are trained then; 0 for all
-    weights.
-    autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing: of routing.py, for
-    a model with experts. loss: of trl_losses.py; "" for the model's own."""
+    """A way of training a model. lora: the rank of PEFT's adapters on all projections and experts, the only weights trained then; 0 to
+    train all weights. autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing:
+    of routing.py, for a model with experts. loss: of trl_losses.py; "" for the model's own."""
 
     lora: int = 0
     autocast: bool = False

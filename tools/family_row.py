@@ -61,7 +61,7 @@ def row_of_model(package: Any, model: Any) -> Found:
 
 
 def head_of(package: Any, model: Any) -> dict[str, str]:
-    """What a causal LM does to its logits, as fields of a row: by what its forward does where the configuration asks for all it can."""
+    """Reads off a causal LM's forward how it scales and caps its logits where the configuration asks for both: fields of a row."""
     flow_of, reads = part(package, "model.logits_flow").flow_of, part(package, "family.accounted").reads
     NotServed = part(package, "parts.facts").NotServed
     causal_lm = copy.copy(model)

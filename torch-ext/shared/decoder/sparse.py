@@ -163,7 +163,7 @@ def _adapters(spec: SparseSpec, tensors: SparseTensors) -> ExpertAdapters:
 
 
 def _factors(spec: SparseSpec, tensors: SparseTensors, dtype: torch.dtype) -> ExpertFactors:
-    """What the products of a dtype read of the adapters."""
+    """Prepares the adapters for products of a dtype."""
     experts = tensors.down.shape[0]
     return ExpertFactors(*[None if each is None else each.factors(experts, dtype) for each in _adapters(spec, tensors)])
 
@@ -185,7 +185,7 @@ def _weighted_sum(
     given: Given, gate_up: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, routing: Routing, groups: Groups,
     factors: Optional[Factors],
 ):  # fmt: skip
-    """What the experts make, of the output of their first GEMM. scores, expert: of `choose_experts`. factors: of down's adapter."""
+    """Runs the experts from the output of their first GEMM on. scores, expert: of `choose_experts`. factors: of down's adapter."""
     tensors, spec, dtype = given.tensors, given.layout.spec, given.layout.dtype
     weights, options = (tensors.down, tensors.gate_up_bias, tensors.down_bias), (spec.gate.transposed, spec.gate.between)
     return experts_finish(gate_up, expert, rounded(scores, dtype), *weights, routing, groups, *options, factors)

@@ -51,7 +51,7 @@ class ExpertAdapter(NamedTuple):
     scaling: float = 1.0
 
     def factors(self, experts: int, dtype: torch.dtype) -> Factors:
-        """What the products of a dtype read."""
+        """Prepares a and b for products of a dtype."""
         rank = self.a.shape[0] // experts
         missing = -rank % WHOLE
         a = self.a.reshape(experts, rank, -1).to(dtype)

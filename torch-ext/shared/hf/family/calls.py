@@ -1,4 +1,4 @@
-"""What a forward's calls compute, while it is evaluated: of its submodules, of functions and of the methods of tensors."""
+"""Evaluates the calls in a forward: of submodules, functions and methods of tensors."""
 
 import ast
 import inspect
@@ -247,7 +247,7 @@ def argument_names(function) -> Tuple[str, ...]:
 
 
 def kind_of(module: nn.Module) -> str:
-    """What a submodule is: "linear", "norm", "dropout", "activation", or a "part" with a text of its own."""
+    """Returns the kind of a submodule: "linear", "norm", "dropout", "activation", or "part", which has a forward to be read."""
     if isinstance(module, nn.Linear):
         return "linear"
     if type(module) is nn.Dropout:

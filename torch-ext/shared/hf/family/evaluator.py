@@ -39,7 +39,7 @@ class Evaluator(Calls):
         self.globals: Mapping[str, Any] = {}
 
     def run(self, hidden: int, angles: Any = ANGLES) -> Any:
-        """What the forward returns for hidden states [rows, tokens, hidden]."""
+        """Evaluates the forward for hidden states [rows, tokens, hidden]."""
         first = self._arguments(self.text.node)[1].arg
         given = {**NAMES, "position_embeddings": angles, first: Tensor(INPUT, ("B", "S", hidden))}
         return self._body(self.text.node, self.text.function, given, of_call=True)
@@ -199,8 +199,7 @@ class Evaluator(Calls):
         return self._binary(node, node.op, self._value(node.left, env), self._value(node.right, env))
 
     def _ifexp(self, node, env) -> Any:
-        value = self._value(node.body if self._decides(node.test, env, node) else node.orelse, env)
-        return value
+        return self._value(node.body if self._decides(node.test, env, node) else node.orelse, env)
 
     def _boolop(self, node, env) -> Any:
         for part in node.values:

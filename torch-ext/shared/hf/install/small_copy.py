@@ -11,12 +11,12 @@ from torch import nn
 
 from ...ops.common import fail
 from ..family.arguments import CACHE
-from ..family.calls import ANGLES, kind_of
+from ..family.calls import ANGLES, argument_names, kind_of
 from ..family.families import Family
 from ..family.ownership import bind, unbind
-from ..family.probes import Angles, angles_of, argument_names
+from ..family.probes import Angles, angles_of
 from ..layer.decoder_layer import FusedLayer, decoder_layer_forward
-from ..parts.facts import NotServed
+from ..parts.facts import NotServed, is_config
 from ..parts.modules import original_forward
 from . import layers as made
 
@@ -51,7 +51,7 @@ def on_the_side() -> Iterator[None]:
 def shrink(config, sizes=SIZES) -> None:
     """Makes the sizes in a configuration small, and those of the configurations in it."""
     for name, value in list(vars(config).items()):
-        if any(cls.__name__ in ("PreTrainedConfig", "PretrainedConfig") for cls in type(value).__mro__):
+        if is_config(value):
             shrink(value, sizes)
         elif name in sizes and type(value) is int and value:
             setattr(config, name, sizes[name])

@@ -10,7 +10,7 @@ from ..family.families import Family
 from ..parts.explanation import Reason
 from ..parts.facts import Path, held_at
 from ..parts.lookups import SAVED, Lookups
-from ..parts.modules import is_marked, original_forward, own_forward
+from ..parts.modules import is_marked, original_forward_of, own_forward
 from .decoder_layer import WHOLE, FusedLayer
 
 FACTS = SAVED + "facts"  # on a layer: what decided its branches, by the attributes that lead to it
@@ -58,8 +58,3 @@ class RecognisedLayer(FusedLayer):
             if now is not held and now != held:
                 return Reason("facts", f"{'.'.join(path)} is {now!r}, and was {held!r} when kernelize() read what the layer computes")
         return super().why_other(layer)
-
-
-def original_forward_of(cls) -> Any:
-    """The forward that a class has without ours."""
-    return original_forward(cls.__new__(cls))

@@ -312,6 +312,10 @@ def is_marked(function) -> bool:
 
 def original_forward(layer):
     """The `forward` that the class of a module has without us and without gradient checkpointing, as a function of the module."""
-    cls = type(layer)
+    return original_forward_of(type(layer))
+
+
+def original_forward_of(cls: Any):
+    """`original_forward` of the modules of a class."""
     forward = getattr(cls, SAVED + "forward", None) or cls.forward
     return inside(forward) if is_wrapped(forward) else forward
