@@ -9,6 +9,7 @@ on a quantity that no row has, and on steps whose tokens all went to a few exper
 import argparse
 import functools
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -35,6 +36,8 @@ ENVIRONMENT = jinja2.Environment(
     comment_end_string="#>", trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     loader=jinja2.FileSystemLoader(records.ROOT),
 )  # fmt: skip
+# A page of the Hub has no documents beside it.
+ENVIRONMENT.filters["unlinked"] = lambda text: re.sub(r"; \[\w+\]\([^)]*\)(?= \|)|\[([^\]]*)\]\([^)]*\)", r"\1", text)
 
 
 @functools.cache
