@@ -27,7 +27,6 @@ TOKENS = random_tokens(4, 300)
 # 64 of the others
 HEAD_DIM = {"phi3": 96, "gemma2": 256, "gemma3_text": 256, "mistral": 128, "olmo2": 128, "mellum": 128, "vaultgemma": 256}
 FACTOR = 20  # two fp32 runs of a model differ by more than an operation from float64
-BATCHES = 6  # with experts
 FEW = ("llama", "qwen2", "phi3", "olmo2", "gemma2", "gemma3_text")  # one of each kind of layer
 
 
@@ -42,11 +41,16 @@ def package(request):
 
 
 @pytest.fixture(autouse=True)
-def _compared_with_what_caps_its_scores(request):
+def _compared_with_a_model_that_is_right(request):
     from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+    from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrainedModel
 
-    if request.node.callspec.params["name"] in ("gemma2", "paligemma", "vaultgemma") and Gemma2PreTrainedModel._supports_sdpa:
+    given = request.node.callspec.params
+    if given["name"] in ("gemma2", "paligemma", "vaultgemma") and Gemma2PreTrainedModel._supports_sdpa:
         pytest.skip("the SDPA of transformers 5.17 to 5.20, which is the default there, leaves softcaps out")
+    recorded = GraniteMoePreTrainedModel._can_record_outputs or {}
+    if given["name"] == "granitemoe" and given.get("variant") == "auxiliary loss" and "router_logits" not in recorded:
+        pytest.skip("transformers 5.17 records no logits of its routers, and its auxiliary loss fails")
 
 
 def sizes_of(name, **changes):
@@ -63,12 +67,13 @@ def sizes_of(name, **changes):
 
 def model_of(name, dtype, **changes):
     """In attention that nobody asked for by name, in half precision with tokens that go to all experts, and with biases so small that the
-    gradients of q and k, which large ones cancel out of, are more than rounding."""
+    gradients of q and k, which large ones cancel out of, are more than rounding. Experts are as small as other weights: at this width those
+    of `tiny` make the stream thousands of times larger in one layer, and each rounding an error of a twentieth."""
     to_all = TO_ALL.get(name, {}) if dtype != FP32 else {}
     model = tiny(name, attn_implementation=None, **sizes_of(name, **changes), **to_all)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith("bias") or "experts" in parameter_name:
                 parameter.mul_(0.05)
     return model.to(DEVICE, dtype)
 
@@ -103,24 +108,6 @@ def step_of(model, inputs):
     return step
 
 
-def half_step(name, inputs):
-    """A function of a model: its step, with experts one of several batches, whose gradients are compared together. Which tokens an expert
-    gets in half precision changes by a rounding, so how far a single batch is from an exact one is a matter of luck."""
-
-    def steps(model):
-        found = []
-        for seed in range(1, 1 + (BATCHES if name in SPARSE else 1)):
-            drawn = random_tokens(*TOKENS.shape, seed=seed).to(DEVICE)
-            labels = drawn.where(inputs["labels"] != -100, -100)
-            found.append(step_of(model, {**inputs, "input_ids": drawn, "labels": labels}))
-        together = found[0]
-        together.loss = torch.stack([step.loss.detach() for step in found])
-        together.gradients = {key: torch.stack([step.gradients[key] for step in found]) for key in together.gradients}
-        return together
-
-    return steps
-
-
 def attention_of(model) -> str:
     return model.model.get_submodule("language_model" if hasattr(model.model, "language_model") else "").config._attn_implementation
 
@@ -130,7 +117,7 @@ def attention_of(model) -> str:
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
     model = model_of(name, dtype)
-    check_half(package, model, half_step(name, INPUTS[inputs]()))
+    check_half(package, model, lambda model: step_of(model, INPUTS[inputs]()))
     assert attention_of(model) == "bastile"
 
 
@@ -145,7 +132,7 @@ def test_gradients_of_a_step_in_fp32(package, name, how):
 
 @pytest.mark.parametrize(("name", "variant"), [(name, v) for name in ALL for v in VARIANTS[name] if v != "dropout"])
 def test_what_a_configuration_may_change(package, name, variant):
-    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), half_step(name, given()))
+    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), lambda model: step_of(model, given()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -156,7 +143,7 @@ def test_ways_to_run_give_the_same_bits(package, name):
 @pytest.mark.parametrize("name", ALL)
 def test_lora(package, name):
     targets = r".*language_model.*proj" if name in VISION else r".*self_attn.*proj" if name in SPARSE else "all-linear"
-    check_lora(package, model_of(name, BF16), half_step(name, padded("right")), target_modules=targets)
+    check_lora(package, model_of(name, BF16), lambda model: step_of(model, padded("right")), target_modules=targets)
 
 
 @pytest.mark.parametrize("name", ALL)

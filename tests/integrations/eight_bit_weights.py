@@ -24,6 +24,8 @@ WHAT = "LoRA over weights in eight bits, saved and resumed"
 @BOTH
 def test_adapters_over_weights_in_eight_bits(qwen3, device, kind, tmp_path):
     """The steps are those over the numbers that the codes stand for; a run that is resumed ends where the whole one did."""
+    if kind == "trl":
+        pytest.importorskip("trl")
     base = base_on(qwen3, device)
     models = [base, qwen3.sixteen_bits(copy.deepcopy(base)), copy.deepcopy(base)]
     models = [install(qwen3, lora(model, target_modules=PROJECTIONS)) for model in models]
