@@ -26,6 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = random_tokens(4, 300)
 # 64 of the others
 HEAD_DIM = {"phi3": 96, "gemma2": 256, "gemma3_text": 256, "mistral": 128, "olmo2": 128, "mellum": 128, "vaultgemma": 256}
+BATCHES = 24  # with experts
 FACTOR = 20  # two fp32 runs of a model differ by more than an operation from float64
 FEW = ("llama", "qwen2", "phi3", "olmo2", "gemma2", "gemma3_text")  # one of each kind of layer
 
@@ -108,6 +109,25 @@ def step_of(model, inputs):
     return step
 
 
+def half_step(name, inputs):
+    """A function of a model: its step, with experts one of several batches, whose gradients are compared together. Those of a router are
+    little more than one direction, so how far a single batch is from an exact one is a matter of luck: by 1 to 3 per cent with and without
+    the layers, by the same 2 per cent on average."""
+
+    def steps(model):
+        found = []
+        for seed in range(1, 1 + (BATCHES if name in SPARSE else 1)):
+            drawn = random_tokens(*TOKENS.shape, seed=seed).to(DEVICE)
+            labels = drawn.where(inputs["labels"] != -100, -100)
+            found.append(step_of(model, {**inputs, "input_ids": drawn, "labels": labels}))
+        together = found[0]
+        together.loss = torch.stack([step.loss.detach() for step in found])
+        together.gradients = {key: torch.stack([step.gradients[key] for step in found]) for key in together.gradients}
+        return together
+
+    return steps
+
+
 def attention_of(model) -> str:
     return model.model.get_submodule("language_model" if hasattr(model.model, "language_model") else "").config._attn_implementation
 
@@ -117,7 +137,7 @@ def attention_of(model) -> str:
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
     model = model_of(name, dtype)
-    check_half(package, model, lambda model: step_of(model, INPUTS[inputs]()))
+    check_half(package, model, half_step(name, INPUTS[inputs]()))
     assert attention_of(model) == "bastile"
 
 
@@ -132,7 +152,7 @@ def test_gradients_of_a_step_in_fp32(package, name, how):
 
 @pytest.mark.parametrize(("name", "variant"), [(name, v) for name in ALL for v in VARIANTS[name] if v != "dropout"])
 def test_what_a_configuration_may_change(package, name, variant):
-    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), lambda model: step_of(model, given()))
+    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), half_step(name, given()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -143,7 +163,7 @@ def test_ways_to_run_give_the_same_bits(package, name):
 @pytest.mark.parametrize("name", ALL)
 def test_lora(package, name):
     targets = r".*language_model.*proj" if name in VISION else r".*self_attn.*proj" if name in SPARSE else "all-linear"
-    check_lora(package, model_of(name, BF16), lambda model: step_of(model, padded("right")), target_modules=targets)
+    check_lora(package, model_of(name, BF16), half_step(name, padded("right")), target_modules=targets)
 
 
 @pytest.mark.parametrize("name", ALL)
