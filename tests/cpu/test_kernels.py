@@ -303,6 +303,21 @@ def test_quantised_transposed(ops, shape, odd):
     quantised.check_transposed(ops, DEVICE, torch.bfloat16, *shape, odd)
 
 
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("shape", quantised.TRANSPOSED, ids=str)
+def test_recoded(ops, backend, shape, odd):
+    quantised.check_recoded(ops, DEVICE, torch.bfloat16, *shape, odd)
+    assert {name.partition("-")[0] for name in backend.launched} == {"quantise_rows", "recode_transposed"}
+
+
+@pytest.mark.parametrize("joined", (False, True), ids=("", "joined"))
+@pytest.mark.parametrize("columns", (*quantised.SWIGLU, 1040))
+def test_swiglu_in_codes(ops, backend, columns, joined):
+    quantised.check_swiglu(ops, DEVICE, torch.bfloat16, 5, columns, False, joined)
+    launched = {name.partition("-")[0] for name in backend.launched}
+    assert ({"swiglu_quantised", "swiglu_backward_quantised"} <= launched) == (columns in quantised.SWIGLU)
+
+
 @pytest.mark.parametrize("view", quantised.VIEWS)
 def test_quantised_views(ops, view):
     quantised.check_rows(ops, DEVICE, torch.bfloat16, 32, 96, view=view)
@@ -321,6 +336,7 @@ def test_what_is_quantised_by_pytorch(package, backend, dtype, columns):
     quantised.check_rows(package, DEVICE, dtype, 9, columns, True)
     quantised.check_transposed(package, DEVICE, dtype, 9, columns, True)
     assert not backend.launched
+    quantised.check_recoded(package, DEVICE, dtype, 9, columns, True)
 
 
 @pytest.mark.parametrize(

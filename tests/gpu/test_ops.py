@@ -162,6 +162,21 @@ def test_quantised_transposed(ops, shape, odd):
 
 
 @needs_e4m3
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("shape", (*quantised.TRANSPOSED, (8192, 1024), (4097, 12288)), ids=str)
+def test_recoded(ops, shape, odd):
+    quantised.check_recoded(ops, DEVICE, torch.bfloat16, *shape, odd)
+
+
+@needs_e4m3
+@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
+@pytest.mark.parametrize("joined", (False, True), ids=("", "joined"))
+@pytest.mark.parametrize("columns", (*quantised.SWIGLU, 1040))
+def test_swiglu_in_codes(ops, columns, joined, odd):
+    quantised.check_swiglu(ops, DEVICE, torch.bfloat16, 33, columns, odd, joined)
+
+
+@needs_e4m3
 def test_quantised_parts(ops):
     quantised.check_rows_into(ops, DEVICE, torch.bfloat16, 5, 512)
     quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144)

@@ -45,16 +45,33 @@ def like_a_large_model(tokens, hidden, inner, device):
 
 def products_of(ops, x, weights, dy, bias=None, whole=None, out=None):
     """(y, dx, dw of all weights) of projections of one input. whole: the weights, where they lie side by side; out: where y goes."""
-    projection, module = (importlib.import_module(f"{ops.__name__}.shared.decoder.{name}") for name in ("projection", "eight_bits"))
+    names = ("decoder.projection", "decoder.eight_bits", "ops.quantised")
+    projection, module, quantised = (importlib.import_module(f"{ops.__name__}.shared.{name}") for name in names)
     group = projection.Group([projection.Projection(weight) for weight in weights], BF16, eight=True)
     forward = module.EightBits(group, weights, whole)
     y = torch.cat(forward.forward(x, bias, True, out), 1)
+    forward.begin(quantised.quantise_rows(x))
+    assert torch.equal(torch.cat(forward.forward(x[:0], bias, True, out), 1).nan_to_num(), y.nan_to_num()), "of codes"
+    finish = module.EightBits(group, weights, whole)
+    finish.scales = forward.scales
+    assert torch.equal(torch.cat(finish.forward(quantised.quantise_rows(x).codes, bias, True, out), 1).nan_to_num(), y.nan_to_num())
     apart = torch.cat(forward.forward(x, bias, False, None), 1)
     assert torch.equal(apart.nan_to_num(), y.nan_to_num()), "products of their own"
     assert out is None or torch.equal(out, y)
-    backward = module.EightBits(group, weights, whole)
-    backward.scales = forward.scales
-    return y, backward.input_gradient(dy), torch.cat(backward.weight_gradients(dy, x, [True] * len(weights)))
+    wanted, found = [True] * len(weights), []
+    for of_dy in (dy, quantised.quantise_rows(dy)):
+        backward = module.EightBits(group, weights, whole)
+        backward.scales = forward.scales
+        dx = backward.input_gradient(of_dy, weights_follow=True)
+        found.append((dx, torch.cat(backward.weight_gradients(of_dy, x, wanted))))
+        assert backward._dy is None, "codes are kept"
+        dw = torch.cat(backward.weight_gradients(of_dy, x, wanted))
+        found.append((backward.input_gradient(of_dy), dw))
+        assert backward._dy is None, "codes are kept"
+    for each in found[1:]:
+        same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[0], each, strict=True))
+        assert same, "of codes, or in another order"
+    return y, *found[0]
 
 
 def check_products(ops, device, tokens, which, bias=False):
@@ -174,6 +191,10 @@ MUTANTS = [
          ("bias.split(self.rows)", "[None] * len(self.rows)"),
          ("True, bias, out)", "True, None, out)"),
          ("True, bias, out)", "True, bias, None)"), kernels=False),
+    *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits.forward",
+         ("Quantised(x, self.scales[0])", "Quantised(x, self.scales[0] * 2)"), kernels=False),
+    *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits._of_gradient",
+         ("found if again else None", "found"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.input_gradient",
          ("w.codes[:, start : start + weight.shape[0]]", "w.codes[:, : weight.shape[0]]"),
          ("self.scales[1].amax", "self.scales[0].amax", "products_in_eight_bits"),

@@ -125,9 +125,45 @@ def check_transposed_into(ops, device, dtype, rows, columns, odd=0):
     assert (beside[:, :rows] == 0x55).all() and (beside[:, 2 * rows :] == 0x55).all(), "written beside"
 
 
+def check_recoded(ops, device, dtype, rows, columns, odd=False):
+    """Codes of rows, transposed: the codes of what they stand for."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.quantised")
+    x = drawn(rows, columns, dtype, device)
+    found = module.quantise_rows(with_odd_numbers(x) if odd else x)
+    exact = found.codes.double().cpu() * found.scales.double().cpu()[:, None]
+    tail = -rows % 16
+    for more in (1.0, 4.0):
+        scale = found.scales.amax(0, keepdim=True) * more
+        transposed = module.quantise_transposed(found, scale)
+        assert transposed.codes.shape == (columns, rows + tail) and torch.equal(transposed.scales, scale.expand(columns))
+        same_codes(transposed.codes[:, :rows], codes_of(divided(exact, scale.double().cpu())).t(), "recoded")
+        assert not transposed.codes[:, rows:].view(torch.uint8).any(), "what lies behind the rows is not zero"
+
+
+def check_swiglu(ops, device, dtype, rows, columns, odd=False, joined=False):
+    """SwiGLU and its gradients in codes have the bits of what is quantised after it. joined: gate and up are halves of one matrix."""
+    module, swiglu = (importlib.import_module(f"{ops.__name__}.shared.ops.{name}") for name in ("quantised", "swiglu"))
+    gate = (4 * randn(rows, columns, dtype=torch.float64, device=CPU, seed=1)).to(device, dtype)
+    up, dout = (drawn(rows, columns, dtype, device, seed) for seed in (2, 3))
+    if odd:
+        gate, up, dout = with_odd_numbers(gate), with_odd_numbers(up.flip(0)), with_odd_numbers(dout)
+    if joined:
+        gate, up = torch.cat((gate, up), 1).chunk(2, 1)
+    hidden = swiglu.swiglu_forward(gate, up)
+    expected = dout.clone()
+    both = swiglu.backward_in_place(expected, gate, up)[0]
+    backward = module.swiglu_backward_quantised(dout, gate, up)
+    for found, of in ((module.swiglu_quantised(gate, up), hidden), (backward, both)):
+        wanted = module.quantise_rows(of)
+        assert found.codes.shape == of.shape and found.codes.is_contiguous() and torch.equal(found.scales, wanted.scales)
+        same_codes(found.codes, wanted.codes.cpu().view(torch.uint8), "SwiGLU")
+    assert torch.equal(dout.nan_to_num(), expected.nan_to_num()), "what is written over dout"
+
+
 # Rows that are read once and in pieces, of each tile, and those that no tile divides.
 COLUMNS = (16, 80, 512, 1024, 1536, 2048, 3072, 4096, 6144, 12288, 1040)
 TRANSPOSED = ((7, 16), (128, 128), (130, 144), (16, 272), (300, 64))
+SWIGLU = (3072, 6144, 8192, 12288, 14336)  # rows that have a kernel of their own
 VIEWS = (lambda x: x[:, 16:-16], lambda x: x[:, 1:-15], lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(4, -1))
 
 
@@ -143,6 +179,11 @@ CHECKS = {
     "quantise_odd_transposed": on_cpu(check_transposed, BF16, 130, 144, True),
     "quantise_into": on_cpu(check_rows_into, BF16, 5, 512),
     "quantise_transposed_into": on_cpu(check_transposed_into, BF16, 160, 144),
+    "recode_transposed": on_cpu(check_recoded, BF16, 130, 272),
+    "recode_odd_transposed": on_cpu(check_recoded, BF16, 130, 144, True),
+    "swiglu_quantised": on_cpu(check_swiglu, BF16, 7, 3072, False, True),
+    "swiglu_odd_quantised": on_cpu(check_swiglu, BF16, 7, 3072, True),
+    "swiglu_quantised_apart": on_cpu(check_swiglu, BF16, 7, 1040),
     "quantise_fp32": on_cpu(check_rows, FP32, 9, 80, True),
 }
 MUTANTS = [
@@ -181,6 +222,37 @@ MUTANTS = [
          ("j * TILE + ct.arange", "ct.arange"),
          ("if i == 0", "if i == 2"),
          ("dtype=ct.float32), check_bounds=True", "dtype=ct.float32), check_bounds=False")),
+    *errors_in("kernel_src/quantise.py", "recode_transposed", "recode_transposed",
+         ("ct.cdiv(x.shape[1], TILE)", "ct.cdiv(x.shape[0], TILE)"),
+         ("rows + k, check", "rows, check"),
+         ("* factor[:, None]", "* inverse"),
+         ("ct.truediv(1.0, scale)", "scale"),
+         ("rows[:, None] + k", "rows[:, None] + 3 - k"),
+         ("i * ROWS + 4", "4"),
+         ("j * TILE + ct.arange", "ct.arange"),
+         ("if i == 0", "if i == 2"),
+         ("ROWS, TILE, 16", "ROWS, TILE * 2, 16")),
+    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "swiglu_quantised",
+         ("read(up, place)", "read(gate, place)"),
+         ("largest = ct.maximum(largest, size(ct.astype(hidden, ct.float32)))", "largest = size(ct.astype(hidden, ct.float32))"),
+         ("held[i]", "held[0]"),
+         ("* inverse", ""),
+         ("(row, i * TILE + columns), ct", "(row, columns), ct"),
+         ("row, scale, check", "row, inverse, check")),
+    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "swiglu_backward_quantised",
+         ("read(gate, place), read(up, place)", "read(up, place), read(gate, place)"),
+         ("douts[i]", "douts[0]"),
+         ("dg, du = ct.astype(dg, gate.dtype), ct.astype(du, gate.dtype)", "dg, du = dg, du"),
+         ("forward(g, u, dout.dtype)", "forward(u, g, dout.dtype)"),
+         ("largest = ct.maximum(largest, ct.maximum(", "largest = ct.maximum(size(ct.astype(dg, ct.float32)), ct.maximum("),
+         ("ct.maximum(size(ct.astype(dg, ct.float32)), size(ct.astype(du, ct.float32)))", "size(ct.astype(dg, ct.float32))"),
+         ("dups[i]", "dups[0]"),
+         ("(PIECES + i)", "(PIECES - i)"),
+         ("row, scale, check", "row, inverse, check")),
+    *errors_in("shared/ops/quantised.py", "swiglu_quantised_apart", "swiglu_backward_quantised",
+         ("backward_in_place(dout, gate, up)[0]", "backward_in_place(dout.clone(), gate, up)[0]")),
+    *errors_in("shared/ops/quantised.py", "recode_transposed", "quantise_transposed",
+         ("restored(x) if", "x.codes.float() if"), kernels=False),
     *errors_in("shared/ops/quantised.py", "quantise_rows", "quantise_rows",
          ("amax(1)", "amin(1)"),
          (".where(~wide.isnan(), 0)", "", "quantise_odd"), kernels=False),
@@ -190,7 +262,7 @@ MUTANTS = [
          ("up == INFINITY", "up == LEAST", "quantise_odd"), kernels=False),
     *errors_in("shared/ops/quantised.py", "quantise_rows", "_coded", ("* scales.reciprocal()", "* scales"), kernels=False),
     *errors_in("shared/ops/quantised.py", "quantise_transposed", "quantise_transposed",
-         ("found.codes[:, rows:].copy_(torch.zeros((), dtype=E4M3, device=x.device))", "pass"),
+         ("found.codes[:, rows:].copy_(torch.zeros((), dtype=E4M3, device=scale.device))", "pass"),
          ("found.scales.copy_(scale.expand(columns))", "pass"), kernels=False),
     *errors_in("shared/ops/quantised.py", "quantise_transposed", "quantise_transposed", ("-(-rows // STEP) * STEP", "rows // STEP * STEP")),
     *errors_in("shared/ops/quantised.py", "quantise_into", "Quantised.rows", ("self.scales[start:stop]", "self.scales[: stop - start]")),

@@ -5,6 +5,7 @@ from typing import Tuple
 import torch
 
 from ..ops import gated_activation as gated
+from ..ops.quantised import Quantised, quantise_rows, swiglu_backward_quantised, swiglu_quantised
 from ..ops.swiglu import backward_in_place, swiglu_forward, swiglu_reference
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,3 +34,15 @@ def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Te
         target.copy_(value)
     dout.copy_(gated_forward(gate, up, activation))
     return both, dgate, dup
+
+
+def gated_quantised(gate: torch.Tensor, up: torch.Tensor, activation: str) -> Quantised:
+    """`gated_forward` in codes, for a product in eight bits."""
+    return swiglu_quantised(gate, up) if activation == "silu" else quantise_rows(gated_forward(gate, up, activation))
+
+
+def gated_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> Quantised:
+    """The [dgate | dup] of `gated_backward_in_place` in codes, and act(gate) * up over dout, as of it."""
+    if activation == "silu":
+        return swiglu_backward_quantised(dout, gate, up)
+    return quantise_rows(gated_backward_in_place(dout, gate, up, activation)[0])

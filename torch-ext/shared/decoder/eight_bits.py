@@ -5,7 +5,9 @@ the scales, so there is no state, and a second run of the same numbers gives the
     dx = dy W        a scale a row of dy, and one for all of W: the largest of its rows'
     dw = dy^T x      a scale for all of dy, and one for all of x: the largest of their rows'
 
-A product reads both factors along what it adds up, so W, dy and x are written transposed for the second and the third. A scale that is too
+A product reads both factors along what it adds up, so W, dy and x are written transposed for the second and the third: W and x from bf16,
+and dy from its codes in rows, which are half the bytes and cost it a second rounding only below 2^-6 of the scale. So what makes dy may
+write codes alone, and so may what makes x for y. A scale that is too
 large costs nothing up to 2^12 (e4m3 is a floating point format), which is why the largest of the rows' scales will do, and nothing has to
 be looked through for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB: that is the rounding of the factors, and the sums are exact
 in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing to be seen beside it.
@@ -20,7 +22,7 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 import torch
 
 from ..ops.common import constant_when_traced
-from ..ops.quantised import STEP, Quantised, quantise_rows, quantise_transposed
+from ..ops.quantised import E4M3, STEP, Operand, Quantised, quantise_rows, quantise_transposed
 from ..ops.second_run import are_watched
 from ..runtime.device import why_no_kernels
 from ..runtime.launch import INT32_MAX, ships
@@ -123,7 +125,7 @@ def _write_rows(weight: Weight, out: Quantised) -> None:
 
 
 class EightBits:
-    """The products of one group in a forward or a backward pass."""
+    """The products of one group in a forward or a backward pass. What they multiply may be in codes already."""
 
     def __init__(self, group: Group, weights: Sequence[Weight], whole: Optional[torch.Tensor]):
         """weights: [out, in] of each projection; whole: all of them, where they lie side by side."""
@@ -131,27 +133,27 @@ class EightBits:
         self.weights: Sequence[Weight] = weights if whole is None else [whole]
         self._x: Optional[Quantised] = None
         self._w: Optional[Quantised] = None
-        self._dy: Optional[Quantised] = None
+        self._dy: Optional[Quantised] = None  # between two gradients that read it
         self.scales: Tuple[torch.Tensor, ...] = ()  # of the rows of x and of the weights
 
-    def begin(self, x: torch.Tensor) -> None:
+    def begin(self, x: Operand) -> None:
         """Quantises both factors of y. x: [tokens, in]."""
-        self._x = quantise_rows(x)
+        self._x = x if isinstance(x, Quantised) else quantise_rows(x)
         first = self.weights[0]
         if len(self.weights) == 1 and isinstance(first, EightBitWeight):
             self._w = first.in_rows()
         else:
-            self._w, start = Quantised.empty(sum(self.rows), x.shape[1], x.device), 0
+            self._w, start = Quantised.empty(sum(self.rows), self._x.codes.shape[1], self._x.codes.device), 0
             for weight in self.weights:
                 _write_rows(weight, self._w.rows(start, start + weight.shape[0]))
                 start += weight.shape[0]
         self.scales = self._x.scales, self._w.scales
 
     def forward(self, x: torch.Tensor, bias: Optional[torch.Tensor], in_one: bool, out: Optional[torch.Tensor]) -> List[torch.Tensor]:
-        """y [tokens, out] of each projection. bias: [all rows]; in_one: whether all are one product, as they are with `out`, [tokens,
-        all rows], where they go side by side."""
+        """y [tokens, out] of each projection. x: [tokens, in], or the codes of what `begin` had; bias: [all rows]; in_one: whether all are
+        one product, as they are with `out`, [tokens, all rows], where they go side by side."""
         if self._x is None:  # in the backward pass, which loads the scales
-            self.begin(x)
+            self.begin(Quantised(x, self.scales[0]) if x.dtype == E4M3 else x)
         (x8, x_scales), (w8, w_scales) = self._x, self._w  # type: ignore[misc]  # `begin` has set them
         self._x = self._w = None
         if in_one or out is not None:
@@ -160,31 +162,30 @@ class EightBits:
         parts = zip(w8.split(self.rows), w_scales.split(self.rows), biases)
         return [_multiplied(x8, part, x_scales, scales, True, of_part) for part, scales, of_part in parts]
 
-    def _of_gradient(self, dy: torch.Tensor) -> Quantised:
-        if self._dy is None:
-            self._dy = quantise_rows(dy)
-        return self._dy
+    def _of_gradient(self, dy: Operand, again: bool) -> Quantised:
+        """dy in codes. again: whether they are asked for once more."""
+        found = self._dy
+        if found is None:
+            found = dy if isinstance(dy, Quantised) else quantise_rows(dy)
+        self._dy = found if again else None
+        return found
 
-    def input_gradient(self, dy: torch.Tensor) -> torch.Tensor:
-        """dx [tokens, in]. dy: [tokens, all rows]."""
-        found, top = self._of_gradient(dy), self.scales[1].amax(0, keepdim=True)
-        w = Quantised.empty(self.weights[0].shape[1], dy.shape[1], dy.device)
+    def input_gradient(self, dy: Operand, weights_follow: bool = False) -> torch.Tensor:
+        """dx [tokens, in]. dy: [tokens, all rows]; weights_follow: whether `weight_gradients` is called afterwards."""
+        found, top = self._of_gradient(dy, weights_follow), self.scales[1].amax(0, keepdim=True)
+        w = Quantised.empty(self.weights[0].shape[1], found.codes.shape[1], top.device)
         start = 0
         for weight in self.weights:
             part = w._replace(codes=w.codes[:, start : start + weight.shape[0]])
-            if isinstance(weight, EightBitWeight):  # its codes as numbers: a scale that is a power of two changes no bit of them
-                quantise_transposed(weight.codes.to(BF16), top / weight.scale, part)
-                w.scales.copy_(top)
-            else:
-                quantise_transposed(weight, top, part)
+            quantise_transposed(weight.in_rows() if isinstance(weight, EightBitWeight) else weight, top, part)
             start += weight.shape[0]
-        self._dy = found._replace(codes=found.codes[:0])  # what is left to do reads the scales alone
         return _multiplied(found.codes, w.codes, found.scales, w.scales)
 
-    def weight_gradients(self, dy: torch.Tensor, x: torch.Tensor, wanted: Sequence[bool]) -> List[Optional[torch.Tensor]]:
-        """dw [out, in] of each projection, None for those that are not wanted."""
+    def weight_gradients(self, dy: Operand, x: torch.Tensor, wanted: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+        """dw [out, in] of each projection, None for those that are not wanted. dy, x: [tokens, all rows], [tokens, in]."""
         if not any(wanted):
             return [None] * len(wanted)
-        dy_top, x_top = (scales.amax(0, keepdim=True) for scales in (self._of_gradient(dy).scales, self.scales[0]))
-        dys, xs = quantise_transposed(dy, dy_top).codes.split(self.rows), quantise_transposed(x, x_top).codes
+        found = self._of_gradient(dy, self._dy is None)
+        dy_top, x_top = (scales.amax(0, keepdim=True) for scales in (found.scales, self.scales[0]))
+        dys, xs = quantise_transposed(found, dy_top).codes.split(self.rows), quantise_transposed(x, x_top).codes
         return [_multiplied(part, xs, dy_top, x_top) if need else None for part, need in zip(dys, wanted)]

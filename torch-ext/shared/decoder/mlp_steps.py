@@ -10,8 +10,9 @@ from typing import Any, Callable, NamedTuple, Sequence, Tuple
 import torch
 
 from ..ops.common import always
+from ..ops.quantised import Operand
 from ..ops.swiglu import are_few
-from .activation import gated_backward_in_place, gated_forward
+from .activation import gated_backward_in_place, gated_backward_quantised, gated_forward, gated_quantised
 from .norms import norm_add_forward, norm_backward, norm_forward, normed_again
 from .projection import Parts
 from .projections import Projections
@@ -64,7 +65,7 @@ def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.
 
 
 def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
-    """The input of the MLP's last product, and what is saved, without the branch.
+    """The input of the MLP's last product, in codes where nothing else reads it, and what is saved, without the branch.
 
     both: [tokens, gate's and up's rows], where these products go.
     """
@@ -72,8 +73,13 @@ def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both:
     total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
     gate, up = _gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both))
     del y
-    hidden = gated_forward(gate, up, spec.activation)
-    groups.down.begin(hidden)
+    if groups.down.reads_codes:
+        eight = gated_quantised(gate, up, spec.activation)
+        groups.down.begin(eight)
+        hidden = eight.codes
+    else:
+        hidden = gated_forward(gate, up, spec.activation)
+        groups.down.begin(hidden)
     return hidden, MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
 
 
@@ -147,16 +153,22 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     dlow = down.low_gradient((dbranch,))
     found = OutputGroups([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
     need_inner = need_total or needs_any(needs.inner)
+    together: Operand
     if need_inner:
-        hidden = down.input_gradient((dbranch,), dlow)  # its gradient, and after the next line itself
-        together, dgate, dup = gated_backward_in_place(hidden, gate, up, spec.activation)
+        follow = any(each.weight for each in needs.down)
+        hidden = down.input_gradient((dbranch,), dlow, weights_follow=follow)  # its gradient, and after the next lines itself
+        if inner.reads_codes and not any(each.bias for each in needs.inner):
+            together = gated_backward_quantised(hidden, gate, up, spec.activation)
+            grads = together.codes.split(inner.group.rows, 1)
+        else:
+            together, *pair = gated_backward_in_place(hidden, gate, up, spec.activation)
+            grads = pair if len(needs.inner) == 2 else (together,)
     else:
         hidden = gated_forward(gate, up, spec.activation)
     found = found._replace(down=down.gradients((dbranch,), dlow, always(hidden), needs.down))
     del hidden
     join = JoinedGradients(None, None, None, None, found.o)
     if need_inner:
-        grads = (dgate, dup) if len(needs.inner) == 2 else (together,)
         dlow = inner.low_gradient(grads)
         found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner, together))
     if need_total:

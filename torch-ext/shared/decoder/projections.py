@@ -13,6 +13,7 @@ from torch.nn.functional import dropout, linear
 
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
 from ..ops.products import accumulate_product, write_product
+from ..ops.quantised import Operand
 from ..ops.second_run import are_watched
 from .eight_bits import EightBits
 from .norms import add_norm_backward, normed_again
@@ -184,9 +185,14 @@ class Projections:
         self.begin(x)
         return self.again(x, in_one, onto, out)
 
-    def begin(self, x: torch.Tensor) -> None:
+    @property
+    def reads_codes(self) -> bool:
+        """Whether x may be in codes, and so may the results' gradients where no bias needs one: nothing reads them in 16 bits."""
+        return self.eight is not None and not self.group.spans
+
+    def begin(self, x: Operand) -> None:
         """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits."""
-        if self.group.spans:
+        if self.group.spans and isinstance(x, torch.Tensor):
             self.low = self._low(x)
         if self.eight is not None:
             self.eight.begin(x)
@@ -250,13 +256,13 @@ class Projections:
         return low
 
     def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor],
-                       together: Optional[torch.Tensor] = None) -> torch.Tensor:
+                       together: Optional[Operand] = None, weights_follow: bool = False) -> torch.Tensor:
         """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are
-        in."""
+        in; in codes where `reads_codes` allows it. weights_follow: whether those of weights are asked for later."""
         group = self.group
         if self.eight is not None:
-            dx = self.eight.input_gradient(grads[0] if together is None else together)
-        elif self.whole is not None and together is not None:
+            dx = self.eight.input_gradient(grads[0] if together is None else together, weights_follow)
+        elif self.whole is not None and isinstance(together, torch.Tensor):
             dx = torch.mm(together, self.whole)
         else:
             dx = torch.mm(grads[0], self._weight(0))
@@ -275,11 +281,10 @@ class Projections:
         return dx
 
     def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x: Callable[[], torch.Tensor],
-                  needs: Sequence[PartNeeds], together: Optional[torch.Tensor] = None) -> List[Parts]:
+                  needs: Sequence[PartNeeds], together: Optional[Operand] = None) -> List[Parts]:
         """The gradients of the tensors of each projection, None for those that `needs` leaves out.
 
-        x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it. together: as of
-        `input_gradient`, for products in eight bits, where there are several grads.
+        x: gives the input [tokens, in]; called once, and only when a weight or an a needs it. together: as of `input_gradient`.
         """
         group, dtypes = self.group, self.group.dtypes
         y = x() if any(need.weight or need.a for need in needs) else None

@@ -1,12 +1,13 @@
 """Operands of products in eight bits, by the kernels of kernel_src/quantise.py: e4m3 codes with scales that are powers of two."""
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import accumulation_dtype, aligned
+from .swiglu import backward_in_place, swiglu_forward
 
 E4M3 = torch.float8_e4m3fn
 TOP = 448.0  # the largest number that it holds
@@ -30,18 +31,29 @@ class Quantised(NamedTuple):
         return Quantised(self.codes[start:stop], self.scales[start:stop])
 
 
+Operand = Union[torch.Tensor, Quantised]  # [rows, columns] in bf16, or in codes
+
+
 def _blocks(c, x, *_):
     return (-(-x.shape[0] // c["ROWS"]) * -(-x.shape[1] // c["TILE"]),)
 
 
-def _words(x, scale, codes, scales):
+def _one_a_row(c, x, *_):
+    return (x.shape[0],)
+
+
+def _words(*tensors):
     """Four codes of a column as one number, where they lie so."""
+    *others, codes, scales = tensors
     whole = not (codes.shape[1] % 4 or codes.stride(0) % 4 or codes.storage_offset() % 4)
-    return x, scale, codes.view(torch.int32) if whole else codes, scales
+    return *others, codes.view(torch.int32) if whole else codes, scales
 
 
-_rows = Kernel("quantise_rows", grid=lambda c, x, *_: (x.shape[0],))
+_rows = Kernel("quantise_rows", grid=_one_a_row)
 _transposed = Kernel("quantise_transposed", grid=_blocks, views=_words)
+_recoded = Kernel("recode_transposed", grid=_blocks, views=_words)
+_swiglu = Kernel("swiglu_quantised", grid=_one_a_row)
+_swiglu_backward = Kernel("swiglu_backward_quantised", grid=_one_a_row)
 
 
 def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
@@ -63,23 +75,48 @@ def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised
     return found
 
 
-def quantise_transposed(x: torch.Tensor, scale: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
+def quantise_transposed(x: Operand, scale: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
     """x [rows, columns] transposed, all of it with one scale, in `out` where it is given: codes [columns, rows up to a multiple of STEP],
     zeros behind the rows.
 
-    scale: [1] fp32, not below that of any row of x, which `quantise_rows` gives. With inf, infinities are NaN, and the rest is 0.
+    scale: [1] fp32, not below that of any row of x, which `quantise_rows` gives. With inf, infinities are NaN, and the rest is 0; of codes
+    the whole row is NaN, as what they stand for is.
     """
-    rows, columns = x.shape
-    found = Quantised.empty(columns, -(-rows // STEP) * STEP, x.device) if out is None else out
-    if kernels_run_on(x, scale):
-        source = aligned(x)
-        if _transposed.takes(source, scale, *found):
-            _transposed(source, scale, *found)
+    source = x if isinstance(x, Quantised) else (x,)
+    rows, columns = source[0].shape
+    found = Quantised.empty(columns, -(-rows // STEP) * STEP, scale.device) if out is None else out
+    if kernels_run_on(*source, scale):
+        kernel, source = (_recoded, source) if len(source) > 1 else (_transposed, (aligned(source[0]),))
+        if kernel.takes(*source, scale, *found):
+            kernel(*source, scale, *found)
             return found
+    numbers = restored(x) if isinstance(x, Quantised) else x.to(accumulation_dtype(x.dtype))
     found.scales.copy_(scale.expand(columns))
-    found.codes[:, :rows].copy_(_coded(x.to(accumulation_dtype(x.dtype)), scale).t())
-    found.codes[:, rows:].copy_(torch.zeros((), dtype=E4M3, device=x.device))
+    found.codes[:, :rows].copy_(_coded(numbers, scale).t())
+    found.codes[:, rows:].copy_(torch.zeros((), dtype=E4M3, device=scale.device))
     return found
+
+
+def swiglu_quantised(gate: torch.Tensor, up: torch.Tensor) -> Quantised:
+    """`quantise_rows` of silu(gate) * up, [rows, columns] each, bit for bit."""
+    found = Quantised.empty(gate.shape[0], gate.shape[1], gate.device)
+    if kernels_run_on(gate, up):
+        gate, up = aligned(gate), aligned(up)
+        if _swiglu.takes(gate, up, *found):
+            _swiglu(gate, up, *found)
+            return found
+    return quantise_rows(swiglu_forward(gate, up), found)
+
+
+def swiglu_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Quantised:
+    """`quantise_rows` of the [dgate | dup] of `backward_in_place`, bit for bit, and silu(gate) * up over dout, as of it."""
+    if kernels_run_on(dout, gate, up):
+        gate, up = aligned(gate), aligned(up)
+        found = Quantised.empty(gate.shape[0], 2 * gate.shape[1], gate.device)
+        if _swiglu_backward.takes(dout, gate, up, *found):
+            _swiglu_backward(dout, gate, up, *found)
+            return found
+    return quantise_rows(backward_in_place(dout, gate, up)[0])
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:
@@ -111,14 +148,21 @@ def restored(quantised: Quantised) -> torch.Tensor:
 
 
 def _restored(x: torch.Tensor, factors: torch.Tensor) -> tuple:
-    """For `--check`: both forms of a matrix [rows, columns], multiplied by [columns] factors, so that something is rounded."""
+    """For `--check`: the forms of a matrix [rows, columns], multiplied by [columns] factors, so that something is rounded."""
     found = quantise_rows(x)
-    transposed = restored(quantise_transposed(x, found.scales.amax(0, keepdim=True)))[:, : x.shape[0]]
-    return restored(found) * factors, transposed.t() * factors
+    scale = found.scales.amax(0, keepdim=True)
+    transposed = [restored(quantise_transposed(each, scale))[:, : x.shape[0]].t() for each in (x, found)]
+    return tuple(each * factors for each in (restored(found), *transposed))
+
+
+def _restored_swiglu(gate: torch.Tensor, up: torch.Tensor, dout: torch.Tensor) -> tuple:
+    """For `--check`: SwiGLU and its gradients."""
+    return restored(swiglu_quantised(gate, up)), restored(swiglu_backward_quantised(dout.clone(), gate, up))
 
 
 SELF_CHECKS = {
     "quantise": lambda i: _restored(i.constant(i.tokens, i.hidden), i.constant(i.hidden)),
     "quantise, long rows": lambda i: _restored(i.constant(i.tokens, 1536), i.constant(1536)),
+    "quantise, SwiGLU": lambda i: _restored_swiglu(*(i.constant(i.tokens, 3072) for _ in range(3))),
     "quantise, any rows": lambda i: _restored(i.constant(i.tokens, 80), i.constant(80)),
 }
