@@ -150,7 +150,7 @@ def test_the_kernels_get_the_codes(few, qwen3):  # noqa: F811
     models = [qwen3.kernelize(adapted(each), products="fp8") for each in (base, in_sixteen(qwen3, base))]
     with interpreting(runtime_of(qwen3), operations(ROOT)) as backend:
         found = gradients(models[0])
-        assert {"quantise_rows", "quantise_transposed"} < {name.partition("-")[0] for name in backend.launched}
+        assert {"quantise_rows", "recode_transposed"} < {name.partition("-")[0] for name in backend.launched}
         assert are_equal(found, gradients(models[1]))
 
 
