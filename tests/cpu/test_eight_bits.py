@@ -264,7 +264,15 @@ def test_more_numbers_than_a_kernel_counts(qwen3):
     group = [projection.Projection(torch.empty(24576, 4096, dtype=BF16, device="meta"))]
     assert not module.why_not_eight(group, BF16, 87381)
     assert "more numbers than their kernels count" in module.why_not_eight(group, BF16, 87382)
-    assert "they pay from" in module.why_not_eight(group, BF16, module.FEWEST - 1)
+
+
+def test_frozen_weights_want_more_tokens_unless_they_are_kept_in_codes(qwen3):
+    module, projection = part_of(qwen3, "decoder.eight_bits"), part_of(qwen3, "decoder.projection")
+    frozen, trained = (projection.Projection(torch.ones(16, 16, dtype=BF16).requires_grad_(way)) for way in (False, True))
+    codes = projection.Projection(projection.EightBitWeight(torch.zeros(16, 16, dtype=torch.uint8), torch.ones(1)))
+    for group, fewest in (([frozen], 2 * module.FEWEST), ([frozen, trained], module.FEWEST), ([codes], module.FEWEST)):
+        assert not module.why_not_eight(group, BF16, fewest)
+        assert f"they pay from {fewest} on" in module.why_not_eight(group, BF16, fewest - 1)
 
 
 # ---------------------------------------------------------------- with the kernels, and in a graph

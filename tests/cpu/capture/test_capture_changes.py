@@ -182,7 +182,7 @@ def test_under_fsdp1(package, tiny_model, first, flat):
 def test_layers_over_weights_in_eight_bits_are_captured(package, tiny_model, family, monkeypatch, products):
     if family[0] not in ("qwen3", "llama", "qwen2"):
         pytest.skip("it has no dense layers that are fused whole")
-    monkeypatch.setattr(importlib.import_module(f"{package.__name__}.shared.decoder.eight_bits"), "FEWEST", 16)
+    monkeypatch.setattr(importlib.import_module(f"{package.__name__}.shared.decoder.eight_bits"), "FEWEST", 8)
     models = [tiny_model(torch.bfloat16, hidden_size=64, intermediate_size=96, head_dim=16).requires_grad_(False) for _ in range(2)]
     for model in models:
         package.eight_bits(model)

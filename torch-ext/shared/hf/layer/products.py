@@ -5,7 +5,7 @@ from typing import Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ...decoder.eight_bits import FEWEST, KINDS, why_not_eight
+from ...decoder.eight_bits import FEWEST, KINDS, fewest_of, why_not_eight
 from ...ops.common import fail
 from ..parts.adapters import projections
 from ..parts.explanation import Reason
@@ -41,7 +41,7 @@ def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, 
             if names:
                 found = None if reason else projections([linears[name] for name in names], dtype, wider)
                 why = "they are in no fused node" if found is None else why_not_eight(found, dtype)
-                named = f"{', '.join(names)} in eight bits from {FEWEST} tokens on"
+                named = f"{', '.join(names)} in eight bits from {fewest_of(found) if found else FEWEST} tokens on"
                 rows.append((named, Reason("eight_bits", why) if why else None))
     return rows or [("products in eight bits", Reason("eight_bits", "the layer has no dense projections in a fused node"))]
 
