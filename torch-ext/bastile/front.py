@@ -90,7 +90,7 @@ class Front(Interface):
     def explain(self, model):
         return self._of(model).explain(model)
 
-    def capture(self, model, batch=None, tokens=None, sizes=16, memory=None):
+    def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
         return self._of(model).capture(model, batch, tokens, sizes, memory)
 
     def warmup_all_kernels(self, model=None):

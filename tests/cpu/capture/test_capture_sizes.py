@@ -9,6 +9,7 @@ import torch
 
 from tests.capturing import Rerun, assert_equal, batch, loss_of, one_family, whole
 from tests.cpu.capture.test_capture_threads import started
+from tests.tolerances import assert_close
 
 SIZES = (40, 96, 52, 36)  # of rounded rows
 
@@ -161,6 +162,26 @@ def test_no_more_sizes_than_asked_for(package, tiny_model):
     assert row_of(package, model).part.startswith("captured: 2 of 3 sizes, 58% of the passes")
     assert counts(52, 2) == [0, whole()] and counts(64, 1) == [0] and counts(40, 1) == [whole()]
     assert row_of(package, model).part.startswith("captured: 2 of 3 sizes")
+
+
+@one_family
+def test_a_row_that_is_hardly_shorter_than_one_with_graphs(package, tiny_model):
+    """It gets more tokens of no text, whole or packed, in training alone; a shorter one does not."""
+    model, plain = pair(package, tiny_model(attn_implementation="sdpa"))
+    for seed in range(3):
+        compare(model, plain, padded(seed, 68))
+    counts = []
+    for options in (padded(5, 66), packed(5, 64), padded(7, 62)):
+        for total in (33, 34, 35, 36):  # lengths of packed rows vary from here on
+            model(**packed(0, total), use_cache=False)
+        before = Rerun.replays
+        found, expected = gradients(model, options), gradients(plain, options)
+        counts.append(Rerun.replays - before)
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, gradient.dtype, name)
+    assert counts == [whole(), whole(), 0]
+    with torch.no_grad():
+        assert_close(step(model, padded(5, 66), backward=False), step(plain, padded(5, 66), backward=False), torch.float32, "loss")
 
 
 @one_family

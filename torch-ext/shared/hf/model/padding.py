@@ -35,7 +35,7 @@ from ..attention.masks import (
     visible_documents,
     visible_tokens,
 )
-from ..capture.capture import is_wanted
+from ..capture.capture import is_wanted, length_with_graphs
 from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
@@ -175,6 +175,11 @@ def rounded_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def _row_length(causal_lm, tokens: int) -> int:
+    """The length of a row for this many tokens of a causal LM, which may have graphs for a longer one."""
+    return length_with_graphs(causal_lm, tokens, rounded_length(tokens))
+
+
 def _lengths_vary(decoder, tokens: int) -> bool:
     """Tells whether the rows that a decoder has seen differ in length. If they are all the same, longer rows would gain nothing."""
     lengths = _lengths.setdefault(decoder, set())
@@ -228,7 +233,7 @@ def without_padding(
         return kwargs, None
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
     alone = batch == 1 and (mask is None or bool(mask.all()))
-    if alone and not (_lengths_vary(decoder, tokens) and rounded_length(tokens) > tokens and (positions is None or positions.dim() == 2)):
+    if alone and not (_lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens and (positions is None or positions.dim() == 2)):
         return kwargs, None
     weight, device = weight_within(embedding), given.device
     weight = given if weight is None else weight
@@ -253,7 +258,7 @@ def without_padding(
         if not seen.numel():
             return kwargs, None
         positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)
-    more = rounded_length(seen.numel()) - seen.numel()
+    more = _row_length(model, seen.numel()) - seen.numel()
     embeds = embedding(ids) if embeds is None else embeds
     found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
     if positions is not None:
