@@ -213,8 +213,8 @@ def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
 
 
 def length_with_graphs(causal_lm: nn.Module, tokens: int, rounded: int) -> int:
-    """Returns the length for a row of tokens that may get some of no text at its end: `rounded`, or where that has no graphs the shortest of
-    those that have, if it is hardly longer. On the host a pass without graphs takes several times as long as one of more tokens does."""
+    """Returns the length for a row of tokens that may get some of no text at its end: `rounded`, or where that has no graphs the shortest
+    of those that have, if it is hardly longer. On the host a pass without graphs takes several times as long as one of more tokens does."""
     model = causal_lm.__dict__.get(GRAPHS)
     if model is None or model.sizes is None or not (causal_lm.training and torch.is_grad_enabled()):
         return rounded

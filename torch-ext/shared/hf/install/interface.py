@@ -142,7 +142,8 @@ class Interface:
 
         Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
         layers get graphs for each length that comes three times, up to `sizes` of them; a length that comes twice as often as the rarest
-        of these takes its place, and a row that is up to a sixteenth shorter uses them. Documents may lie elsewhere in each batch. `explain` says how many passes are replayed, and the memory.
+        of these takes its place, and a row that is up to a sixteenth shorter uses them. Documents may lie elsewhere in each batch.
+        `explain` says how many passes are replayed, and the memory.
 
         Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with
         hooks run as before, with a warning where a shape was asked for and could not be recorded. When weights move or adapters change it

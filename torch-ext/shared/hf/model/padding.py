@@ -233,7 +233,8 @@ def without_padding(
         return kwargs, None
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
     alone = batch == 1 and (mask is None or bool(mask.all()))
-    if alone and not (_lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens and (positions is None or positions.dim() == 2)):
+    grows = alone and _lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens
+    if alone and not (grows and (positions is None or positions.dim() == 2)):
         return kwargs, None
     weight, device = weight_within(embedding), given.device
     weight = given if weight is None else weight
