@@ -37,11 +37,11 @@ KERNEL, GB, GRAIN, LESS = "fits", 10**9, 1024, 0.96  # GRAIN: of tokens; LESS: o
 TRIES = 4
 PROBES = 2048, 6144  # tokens
 # By what it is called: the options of our `apply`, or of transformers' `gradient_checkpointing_enable`.
-OURS = {
+OURS: dict[str, dict] = {
     "checkpoints": {}, "keep_attention": {"keep_attention": True}, "offload": {"offload": True},
-    "offload_keep_attention": {"offload": True, "keep_attention": True},
+    "offload_keep_attention": {"offload": True, "keep_attention": True}, "offload_tiles": {"offload": True, "recompute_mlp": 4096},
 }  # fmt: skip
-THEIRS = {"checkpoints": {}, "offload": {"offload": True}}
+THEIRS: dict[str, dict] = {"checkpoints": {}, "offload": {"offload": True}}
 
 
 def ways_of(provider: str) -> dict[str, dict]:
@@ -186,7 +186,7 @@ def main(arguments=None) -> list[Row] | bool:
     steps.add_recipe(p, 16)
     p.add_argument("--caps", type=integers, default=(24,), help="in GB, comma-separated; those beyond the GPU's memory are left out")
     p.add_argument("--most", type=int, default=131072, help="the longest row that is tried")
-    p.add_argument("--ways", type=some_of(*OURS), default=("checkpoints", "offload"), help="of checkpointing")
+    p.add_argument("--ways", type=some_of(*OURS), default=("checkpoints", "offload", "offload_tiles"), help="of checkpointing")
     args = p.parse_args(arguments)
     args.checkpointing, args.model, args.layers = True, models.full_name(args.model), args.layers or 12
     family = families.family_of(args.model)

@@ -11,7 +11,7 @@ from ..capture import capture as graphs
 from ..family import ownership
 from ..family.families import LOSS, Families, Targets, argument_of, names_of
 from ..family.versions import modeling_of, note, unfit_texts, why_left
-from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
 from ..layer.offload import OFFLOADS, check_offload
 from ..layer.offload import switch as switch_offload
 from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
@@ -162,7 +162,7 @@ def kernelize(
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     trl.options_of(log_probs)  # raises before anything is changed
     check_products(products)
-    offloads = check_offload(offload)
+    offloads, recomputes = check_offload(offload), check_recompute(recompute_mlp)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     if shapes is not None:  # a tower may have a family's norms, behind a decoder without a row
@@ -181,7 +181,7 @@ def kernelize(
     note(patching.unknown_of([_without_losses_of_others(family, model) for family in known]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
-    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products, OFFLOADS: offloads}
+    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: recomputes, PRODUCTS: products, OFFLOADS: offloads}
     switch_offload(offloads)
     kept = [layer for found in read for layer in shapes.put_on_layers(found, told)]
     ownership.warn_of_others(kept, stacklevel=3)

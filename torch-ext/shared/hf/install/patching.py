@@ -31,7 +31,7 @@ from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
 from ..family.versions import Unfit, modeling_of, note, unfit_texts
 from ..layer import offload as offload_of
-from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
 from ..layer.products import PRODUCTS, check_products
 from ..layer.recognised_layer import FACTS
 from ..model import trl
@@ -144,7 +144,7 @@ def patch_classes(
         ImportError: when transformers is absent or its version does not fit.
     """
     check_products(products)
-    offloads = offload_of.check_offload(offload)
+    offloads, recomputes = offload_of.check_offload(offload), check_recompute(recompute_mlp)
     needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
     off = [name for name in needed if not wanted.get(name, True)]
     if products != "bf16" and off:
@@ -166,7 +166,7 @@ def patch_classes(
         layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
-            setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
+            setattr(layer, RECOMPUTES_MLP, recomputes)
             setattr(layer, PRODUCTS, products)
             setattr(layer, offload_of.OFFLOADS, offloads)
             offload_of.switch(offloads)

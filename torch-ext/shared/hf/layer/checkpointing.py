@@ -15,6 +15,8 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
+from ...decoder.nodes import TILE_OF
+from ...ops.common import fail
 from ...ops.recorded import Recording, Results
 from ...ops.second_run import in_backward_pass
 from ...runtime.host_memory import Away
@@ -173,7 +175,22 @@ def keeps_attention(layer) -> bool:
 
 def recomputes_mlp(layer) -> bool:
     """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
-    return was_told(layer, RECOMPUTES_MLP) and not is_checkpointed(layer)
+    return bool(was_told(layer, RECOMPUTES_MLP)) and not is_checkpointed(layer)
+
+
+def tile_of(layer) -> int:
+    """The tokens for which what the MLP's first products give exists at a time; 0 for all, as where the option is no number."""
+    told = was_told(layer, RECOMPUTES_MLP)
+    return 0 if isinstance(told, bool) else int(told)
+
+
+def check_recompute(recompute: Any) -> Any:
+    """What is noted on a layer of `recompute_mlp`. Raises ValueError for what it cannot be."""
+    if isinstance(recompute, bool) or recompute is None:
+        return bool(recompute)
+    if not isinstance(recompute, int) or recompute < 1 or recompute % TILE_OF:
+        fail("recompute_mlp", repr(recompute), f"True, False, or the tokens of a tile, a multiple of {TILE_OF}")
+    return recompute
 
 
 def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:

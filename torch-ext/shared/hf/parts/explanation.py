@@ -50,6 +50,7 @@ ADVICE = {
     "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
     "eight_bits": "nothing: these products are in bf16",
+    "tiles": "adapters without dropout, products in bf16 and a dense MLP are computed in tiles",
     "node": "have that part fused, and this one is too",
     "model": "",
 }
