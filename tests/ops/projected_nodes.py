@@ -277,7 +277,7 @@ MUTANTS = [
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_tiles", ("min(start + tile, tokens)", "min(start + tile, tokens - 1)")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_hidden_of",
          ("gate, up = _gate_and_up", "up, gate = _gate_and_up"),
-         ("groups.down.begin(hidden)", "groups.down.begin(2 * hidden)")),
+         ("groups.down.begin(hidden)", "groups.down.begin(2 * hidden)", "projected_mlp_tiles_packed")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_start", ("MLPSaved(total, o,", "MLPSaved(2 * total, o,")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_finish",
          ("onto=total[rows]", "onto=0 * total[rows]"),
