@@ -1,5 +1,6 @@
 """Smoke runs of the benchmarks of operations in tiny sizes, and what a provider that fails does to them."""
 
+import argparse
 import dataclasses
 import importlib
 
@@ -8,6 +9,7 @@ import torch
 
 from benchmark import (
     benchmark_adamw,
+    benchmark_fits,
     benchmark_generate,
     benchmark_host,
     benchmark_swiglu,
@@ -211,6 +213,37 @@ def test_generation(tmp_path):
     assert len(saved) == len(rows) == 8 and all(r.y_value_50 for r in rows)
     found = {(r.kernel_provider, r.kernel_operation_mode, r.x_value) for r in saved}
     assert found == {(p, m, b) for p in ("huggingface", "bastile") for m in ("prefill", "decode") for b in ("1", "2")}
+
+
+def test_the_longest_row_is_searched_where_the_peak_says(tmp_path):
+    tried = []
+
+    def search(a_token, first, cap, most, slack=1.0):
+        tried.clear()
+        fits = lambda tokens: tried.append(tokens) or first + tokens * a_token * slack <= cap  # noqa: E731
+        return benchmark_fits.longest(fits, lambda tokens: first + tokens * a_token, cap, most)
+
+    assert search(1000, 10**6, 10**8, 10**6) == (96256, False) and len(tried) == 1
+    assert search(1000, 10**6, 10**8, 20000) == (19456, True), "a row of whole 1024s"
+    tokens, bounded = search(1000, 10**6, 10**8, 10**6, slack=1.1)
+    assert not bounded and tokens == tried[-1] < tried[0] and tokens * 1100 + 10**6 <= 10**8 and len(tried) == 3
+    assert search(1000, 10**6, 10**8, 10**6, slack=2) == (0, False) and len(tried) == benchmark_fits.TRIES
+    assert benchmark_fits.longest(None, lambda tokens: None, 1, 1) == (0, False), "not even a short one"
+
+
+def test_what_fits(tmp_path):
+    pytest.importorskip("peft")
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "16,32", "--warmup", "1", "--steps", "2"]
+    arguments += ["--providers", "huggingface", "--ways", "checkpoints", "--results", str(tmp_path)]
+    rows = benchmark_fits.main(arguments)
+    saved = records.read(tmp_path / "cpu" / "fits.csv")
+    assert len(saved) == len(rows) == 2 and all(r.y_value_50 and r.config["lora"] == 16 for r in saved)
+    report = {"kind": "fits", "way": "offload", "cap": 24, "tokens": 1024, "bounded": True, "ms": 5.0}
+    args = argparse.Namespace(model="qwen3_tiny", layers=2, lora=16, weights="bf16")
+    row = benchmark_fits.row_of(args, "bastile", report, "cpu")
+    assert (row.y_value_50, row.x_value, row.config["bounded"]) == (1024.0, "24", True)
+    assert "1024 tokens or more, in 5 ms" in benchmark_fits.said_of("bastile", report)
+    assert benchmark_fits.row_of(args, "bastile", {**report, "tokens": 0}, "cpu").error.endswith("no row fits")
 
 
 def test_a_generation_that_is_wrong_is_not_timed():

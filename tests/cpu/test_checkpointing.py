@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compile_checks import with_adapters
 from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
+from tests.tolerances import assert_close
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -117,6 +118,55 @@ def test_the_mlp_is_made_again_with_the_same_bits_instead_of_kept(qwen3, lora):
     found, kept = zip(*(gradients_and_kept(model, input_ids=ids, labels=ids) for model in models), strict=True)
     assert_equal(*found)
     assert kept[0] - kept[1] == 3 * 2 * ids.numel() * models[0].config.intermediate_size
+
+
+class Widest(TorchDispatchMode):
+    """The most rows that any result has whose rows are as long as gate or up, or both side by side."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.widths, self.rows = (width, 2 * width), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] in self.widths and result.shape[0] != 64:
+                self.rows = max(self.rows, result.shape[0])
+        return results
+
+
+@pytest.mark.parametrize("checkpoints", (None, False, True), ids=("", "checkpoints", "reentrant ones"))
+@pytest.mark.parametrize("lora", (False, 0.0), ids=("plain", "LoRA"))
+def test_an_mlp_in_tiles_is_the_same_but_for_rounding_and_as_wide_as_a_tile(qwen3, lora, checkpoints):
+    """hidden_size is 64: no result of so many rows is of the tokens."""
+    ids, found, rows = random_tokens(2, 17), [], []
+    for recompute in (False, 16):
+        model = trained(qwen3, recompute, lora)
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+        with Widest(model.config.intermediate_size) as widest:
+            found.append(gradients(model, input_ids=ids, labels=ids))
+        rows.append(widest.rows)
+    assert rows == [ids.numel(), 16]
+    for mine, other in zip(*found, strict=True):
+        assert_close(mine, other, torch.float32, "gradient of a model whose MLPs are in tiles")
+    model = trained(qwen3, 1024, lora)
+    assert_equal(gradients(model, input_ids=ids, labels=ids), found[0]) if checkpoints is None else None
+
+
+def test_explain_says_what_is_in_tiles(qwen3):
+    def said(model, options):
+        rows = {row.part: row for row in qwen3.explain(qwen3.kernelize(model, **options)).rows}
+        row = rows["MLP in tiles of 512 tokens"]
+        return row.fused, row.code, row.reason
+
+    assert said(tiny_model(), {"recompute_mlp": 512}) == (True, "", "")
+    assert said(with_adapters(tiny_model(), lora_dropout=0.1), {"recompute_mlp": 512})[1:] == ("tiles", "its adapters have dropout")
+    assert said(tiny_qwen3_moe(mlp_only_layers=[]), {"recompute_mlp": 512})[2] == "the layer has no dense MLP in a fused node"
+    assert "tiles" not in str(qwen3.explain(qwen3.kernelize(tiny_model(), recompute_mlp=True)))
+    for wrong in (-16, 0, 8, "all", 16.0):
+        with pytest.raises(ValueError, match="recompute_mlp is .*, expected True, False, or the tokens of a tile, a multiple of 16"):
+            qwen3.kernelize(tiny_model(), recompute_mlp=wrong)
 
 
 def test_the_experts_are_made_again_with_the_same_bits_instead_of_kept(qwen3):

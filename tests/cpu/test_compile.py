@@ -160,6 +160,10 @@ def test_a_compiled_mlp_is_made_again(qwen3, form):
     checks.check_compiled_form(qwen3, form, "cpu", "look", (17, 40), recompute_mlp=True)
 
 
+def test_a_compiled_mlp_is_computed_in_tiles(qwen3):
+    checks.check_compiled_form(qwen3, "LoRA", "cpu", "look", (17, 40), recompute_mlp=16)
+
+
 def _with_hook(embedding):
     embedding.register_forward_hook(lambda module, args, output: 2 * output)
 

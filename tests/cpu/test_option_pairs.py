@@ -11,11 +11,11 @@ from tests import heap
 from tests.models import random_tokens, tiny_gpt_oss, tiny_qwen3_moe
 
 OPERATIONS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts")
-TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16"}
+TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16", "offload": False}
 OF_APPLY = ({}, *({name: False} for name in (*OPERATIONS, "unpad", "log_probs")), {"keep_attention": True}, {"recompute_mlp": True},
-            {"products": "fp8"}, {"fused_linear_cross_entropy": {"label_smoothing": 0.5}})
+            {"recompute_mlp": 64}, {"products": "fp8"}, {"offload": True}, {"fused_linear_cross_entropy": {"label_smoothing": 0.5}})
 OF_KERNELIZE = ({}, {"attention": False}, {"unpad": False}, {"log_probs": False}, {"keep_attention": True},
-                {"recompute_mlp": True}, {"products": "fp8"})
+                {"recompute_mlp": True}, {"products": "fp8"}, {"offload": True})
 
 
 def all_pairs(calls):
@@ -49,7 +49,9 @@ def state_of(package, model):
     found["keep_attention"] = bool(checkpointing.keeps_attention(layer))
     layer.gradient_checkpointing = False
     found["log_probs"] = sys.modules[hf + "model.trl"]._finder in sys.meta_path
-    found["recompute_mlp"] = bool(checkpointing.recomputes_mlp(layer))
+    found["recompute_mlp"] = checkpointing.tile_of(layer) or checkpointing.recomputes_mlp(layer)
+    offload = sys.modules[hf + "layer.offload"]
+    found["offload"] = checkpointing.was_told(layer, offload.OFFLOADS)
     found["products"] = sys.modules[hf + "layer.products"].products_of(layer)
     return found
 

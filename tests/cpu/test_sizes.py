@@ -71,6 +71,30 @@ def test_tokens_of_rotary_beyond_2_31_elements(interpreted, heads):
     compare(flat, numbers(3, heads, 128), numbers(3, heads, 128, seed=1))
 
 
+def test_tokens_of_attention_beyond_2_31_elements(interpreted):
+    """Copies of some heads, or of all, are within reach: the kernels compute it, and not PyTorch, which would take hours."""
+    ops = operations(interpreted)
+    compare(ops.attention, *(numbers(3, heads, 64, seed=heads) for heads in (4, 2, 2)))
+
+
+def test_rows_of_experts_beyond_2_31_elements_go_to_pytorch(interpreted, monkeypatch):
+    gates, common = (importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("expert_gate", "common"))
+    order, position = torch.tensor([0, 2, 1, 3]), torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
+    x, y, scores, launched = numbers(2, 64), numbers(4, 128), torch.ones(4), []
+    for name in ("_rows_kernel", "_sum_kernel", "_swiglu_forward_kernel"):
+        run = getattr(gates, name)
+        monkeypatch.setattr(gates, name, lambda *arrays, run=run: launched.append(1) or run(*arrays))
+
+    def results():
+        gated = gates.gate_forward(y, None, scores, None, gates.Gate(False, 0.0, 0.0))
+        return gates.token_rows(x, order, position), gates.token_sum(y, position), gated
+
+    expected = results()
+    assert len(launched) == 3
+    monkeypatch.setattr(common, "REACH", 255)
+    assert all(map(functools.partial(torch.allclose, rtol=1e-2, atol=1e-2), results(), expected)) and len(launched) == 3
+
+
 @pytest.mark.parametrize("options", ({}, {"softcap": 3.0, "label_smoothing": 0.1}), ids=("plain", "options"))
 def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
     """The chunk's kernels, on a buffer of logits with gaps: the loss of every row, and the gradient in their place."""

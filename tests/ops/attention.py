@@ -254,7 +254,20 @@ def check_capped(package):
     check_operation(module, CAPPED[0])
 
 
-CHECKS = {"attention": check_attention, "capped": check_capped}
+def check_some_heads_at_once(package):
+    """As if 32 bits counted no further than two heads of k with their queries, of three."""
+    names = "attention", "attention_heads", "common"
+    module, heads, common = (importlib.import_module(f"{package.__name__}.shared.ops.{name}") for name in names)
+    most = heads.REACH
+    for case in (Case(120, packed(50, 1, 69), heads=6, kv_heads=3, sinks=True), Case(120, packed(50, 70), 6, 3, packed=True)):
+        try:
+            heads.REACH = common.REACH = 2 * case.tokens * 2 * case.head_dim
+            check_operation(module, case)
+        finally:
+            heads.REACH = common.REACH = most
+
+
+CHECKS = {"attention": check_attention, "capped": check_capped, "heads": check_some_heads_at_once}
 MUTANTS = [
     *errors_in("shared/ops/attention.py", "attention", "_Attention.forward",
          ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
@@ -274,6 +287,17 @@ MUTANTS = [
     *errors_in("shared/ops/attention.py", "capped", "_backward", ("softcap * LOG2E, scale,", "softcap * LOG2E, 1.1 * scale,")),
     *errors_in("shared/ops/attention.py", "capped", "_Attention.forward", ("= scale, softcap", "= scale, 2 * softcap")),
     *errors_in("shared/ops/attention.py", "capped", "_scores", ("1 - t * t", "1 + 0 * t"), ("softcap * t,", "t,"), kernels=False),
+    *errors_in("shared/ops/attention.py", "heads", "_forward",
+         ("_forward(q_part, k_part, v_part,", "_forward(q_part, v_part, k_part,"),
+         ("sinks[heads].contiguous()", "sinks[: heads.stop - heads.start].contiguous()")),
+    *errors_in("shared/ops/attention.py", "heads", "_backward",
+         ("dq[:, heads], dk[:, keys], dv[:, keys] =", "dq[:, heads], dv[:, keys], dk[:, keys] ="),
+         ("lse[heads].contiguous()", "lse[: heads.stop - heads.start].contiguous()"),
+         ("dsinks[heads] = found[3]", "dsinks[heads] = -found[3]")),
+    *errors_in("shared/ops/attention_heads.py", "heads", "parts_of_heads",
+         ("slice(start, start + at_once))", "slice(0, at_once))"),
+         ("slice(start * group, (start + at_once) * group)", "slice(start, start + at_once * group)")),
+    *errors_in("shared/ops/attention_heads.py", "heads", "of_heads", ("tensor[:, heads].contiguous()", "-tensor[:, heads].contiguous()")),
     *errors_in("shared/ops/attention_plan.py", "attention", "plan_reference",
          ("& (t < ends[at])", ""), kernels=False),
 ]  # fmt: skip

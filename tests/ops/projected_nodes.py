@@ -103,22 +103,22 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
 
 
 def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
-                        biases=False):
+                        biases=False, tile=0, tokens=3):
     """frozen: only the adapters of the projection to `down` need gradients."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
-    x, norm = leaf(randn(3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
+    x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
     projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
-    before = leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
+    before = leaf(randn(tokens, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
     if frozen:
         for tensor in (x, norm, before, *_leaves(projections)[:-4]):
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5), before, dtype=BF16, recompute=recompute)
+    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5), before, dtype=BF16, recompute=recompute, tile=tile)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
@@ -136,6 +136,7 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
 
 
 # ---------------------------------------------------------------- planted errors
+TILES = {"tile": 16, "tokens": 35}
 CHECKS = {
     "projected_inputs": check_projected_attention_inputs,
     "projected_inputs_packed": functools.partial(check_projected_attention_inputs, packed=True),
@@ -166,6 +167,11 @@ CHECKS = {
     "projected_mlp_autocast_again": functools.partial(check_projected_mlp, attended=True, autocast=True, recompute=True),
     "projected_mlp_dropout_again": functools.partial(check_projected_mlp, attended=True, dropout=0.25, recompute=True),
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
+    "projected_mlp_tiles": functools.partial(check_projected_mlp, attended=True, biases=True, **TILES),
+    "projected_mlp_tiles_packed": functools.partial(check_projected_mlp, packed=True, inner=512, **TILES),
+    "projected_mlp_tiles_autocast": functools.partial(check_projected_mlp, attended=True, autocast=True, **TILES),
+    "projected_mlp_tiles_frozen": functools.partial(check_projected_mlp, frozen=True, **TILES),
+    "projected_mlp_tiles_dropout": functools.partial(check_projected_mlp, attended=True, dropout=0.25, **TILES),  # which is ignored
 }
 PROJECTIONS, NODES, STEPS = "shared/decoder/projections.py", "shared/decoder/nodes.py", "shared/decoder/steps.py"
 MLP_STEPS = "shared/decoder/mlp_steps.py"
@@ -266,8 +272,27 @@ MUTANTS = [
          ("add_norm_backward(spec.before, dy, dtotal", "add_norm_backward(spec.before, dy, torch.zeros_like(dtotal)"),
          ("o.input_gradient((branch,), dlow).view", "o.input_gradient((branch,), None).view"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
+    *errors_in(MLP_STEPS, "projected_mlp_frozen", "_inner_backward",
+         ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "_tiles", ("min(start + tile, tokens)", "min(start + tile, tokens - 1)")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "_hidden_of",
+         ("gate, up = _gate_and_up", "up, gate = _gate_and_up"),
+         ("groups.down.begin(hidden)", "groups.down.begin(2 * hidden)", "projected_mlp_tiles_packed")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_start", ("MLPSaved(total, o,", "MLPSaved(2 * total, o,")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_finish",
+         ("onto=total[rows]", "onto=0 * total[rows]"),
+         ("groups, y[rows])", "groups, y[: rows.stop - rows.start])"),
+         ("onto=total[rows] if adds else None", "onto=None", "projected_mlp_tiles_packed")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "_Sums.add", ("total.add_(part)", "pass")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "_Sums.found", ("t.to(dtype)", "(2 * t).to(dtype)")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "_tiled_backward",
+         ("dbranch[rows], always", "dbranch[: rows.stop - rows.start], always"),
+         ("dy[rows] = part", "dy[rows] = 0 * part"),
+         ("of_down.add(down)", "of_down.add([each._replace(b=-each.b) for each in down])", "projected_mlp_tiles_frozen")),
+    *errors_in(MLP_STEPS, "projected_mlp_tiles", "mlp_backward",
+         ("saved.rstd[rows]", "saved.rstd[: rows.stop - rows.start]"),
+         ("normed_again(spec.before, total[rows]", "normed_again(spec.before, total[: rows.stop - rows.start]")),
     *errors_in(MLP_STEPS, "projected_mlp", "mlp_backward",
-         ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)", "projected_mlp_frozen"),
          ("gate, up = _gate_and_up(inner.again(", "up, gate = _gate_and_up(inner.again(", "projected_mlp_again"),
          ("normed = always(normed())", "normed = always(total.to(dtype))", "projected_mlp_again")),
 ]  # fmt: skip

@@ -76,10 +76,11 @@ class Front(Interface):
                 package.apply(**{name: given[name] for name in each.served.arguments()})
 
     def kernelize(
-        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
-    ):
+        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
+        offload=False,
+    ):  # fmt: skip
         told = {"attention": attention, "unpad": unpad, "keep_attention": keep_attention, "recompute_mlp": recompute_mlp}
-        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs, products=products)
+        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs, products=products, offload=offload)
 
     def eight_bits(self, model):
         return self._of(model).eight_bits(model)

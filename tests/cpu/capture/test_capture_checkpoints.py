@@ -136,6 +136,17 @@ def test_other_checkpoints_are_refused_aloud(package, tiny_model, functions, mat
 
 
 @one_family
+def test_checkpoints_in_host_memory_are_refused_aloud(package, tiny_model):
+    model, plain = (package.kernelize(tiny_model(), offload=True) for _ in range(2))
+    enable(model, plain)
+    package.capture(model, *SHAPE)
+    with pytest.warns(RuntimeWarning, match=r"checkpoints go to the host's memory \(offload\)"):
+        assert [compare(model, plain, seed) for seed in range(3)] == [0, 0, 0]
+    row = next(row for row in package.explain(model).rows if "captured" in row.part)
+    assert not row.fused and row.code == "checkpointing" and "offload" in row.advice
+
+
+@one_family
 def test_checkpoints_that_are_switched_on_and_off(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for switch in (enable, lambda *models: [model.gradient_checkpointing_disable() for model in models]) * 2:

@@ -206,6 +206,16 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
+@of_families(*FEW, "gemma3_text", "phi3")
+def test_mlps_in_tiles(package, calls, name):
+    model = tiny(name)
+    package.apply()
+    expected = step_of(model)
+    package.apply(recompute_mlp=16)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == NODES * 4
+
+
 @of_families(*FEW, "granitemoehybrid", *SPARSE)
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""

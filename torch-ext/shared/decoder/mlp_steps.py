@@ -1,11 +1,13 @@
 """The MLP of a decoder layer with both residual connections, forward and backward: what the layer's second autograd node computes.
 
 The forward pass has its last product in a function of its own, `mlp_finish`, because the backward pass does not read it unless a norm
-follows.
+follows. In tiles of tokens, what is as wide as the intermediate layer exists for one tile at a time, in both passes: the backward pass
+makes it again, and adds the gradients of weights up in fp32.
 """
 
+import copy
 from functools import partial
-from typing import Any, Callable, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -137,21 +139,82 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
-def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: Any,
-                 needs: OutputGroups, both: Optionals = None) -> Tuple[OutputTensors, OutputGroups]:
-    """The gradients, None for those that are not needed; that of x is flat. need, needs: whether each needs one. both: where gate and up
-    are recomputed, as of `mlp_forward`."""
-    inner, down, total = groups.inner, groups.down, saved.total
-    dtype, dout = inner.group.dtype, dout.reshape(total.shape)
-    normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
-    gate, up = saved.gate, saved.up
-    if gate is None or up is None:
-        normed = always(normed())
-        gate, up = _gate_and_up(inner.again(normed(), are_few(total.shape[0]), out=both))
-    need_total = need_join(need, needs.o or ())
-    dbranch, dbehind = add_branch_backward(spec, dout, tensors.behind, saved.branch, saved.branch_rstd, dtype, need.behind)
+# ---------------------------------------------------------------- in tiles of tokens
+def _tiles(tokens: int, tile: int) -> List[slice]:
+    return [slice(start, min(start + tile, tokens)) for start in range(0, tokens, tile)]
+
+
+def _hidden_of(spec: Outputs, groups: OutputGroups, y: torch.Tensor) -> Tuple[OutputGroups, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The groups with what they make of one tile, its gate and up, and the input of its last product. y: of the tile."""
+    groups = groups._replace(inner=copy.copy(groups.inner), down=copy.copy(groups.down))
+    gate, up = _gate_and_up(groups.inner.forward(y, are_few(y.shape[0])))
+    hidden = gated_forward(gate, up, spec.activation)
+    groups.down.begin(hidden)
+    return groups, gate, up, hidden
+
+
+def tiled_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups) -> Tuple[torch.Tensor, MLPSaved]:
+    """The input of gate and up, and what is saved, without the branch."""
+    total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, groups.inner.group.dtype)
+    for group in (groups.inner, groups.down):
+        if group.group.spans:  # the backward pass makes it again, a tile at a time
+            group.low = y.new_empty((0, group.group.rank))
+    return y, MLPSaved(total, o, rstd, o_rstd, None, None, None, None)
+
+
+def tiled_finish(
+    spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, y: torch.Tensor, groups: OutputGroups, tile: int
+) -> Tuple[torch.Tensor, Optionals, Optionals]:
+    """As `mlp_finish`. y: of `tiled_start`; tile: of tokens."""
+    adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype
+    found = torch.empty(shape if adds else total.shape, dtype=groups.down.group.dtype, device=total.device)
+    flat = found.view(total.shape)
+    for rows in _tiles(total.shape[0], tile):
+        mine, _, _, hidden = _hidden_of(spec, groups, y[rows])
+        mine.down.again(hidden, onto=total[rows] if adds else None, out=flat[rows])
+    return (found, None, None) if adds else add_branch(spec, shape, behind, total, found)
+
+
+def tiled_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, tile: int) -> Tuple[torch.Tensor, MLPSaved]:
+    """The result and what is saved."""
+    y, saved = tiled_start(spec, tensors, groups)
+    out, branch, branch_rstd = tiled_finish(spec, tensors.x.shape, tensors.behind, saved.total, y, groups, tile)
+    return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
+
+
+class _Sums:
+    """The gradients of projections, added up over tiles in fp32."""
+
+    def __init__(self) -> None:
+        self.dtypes: List[Parts] = []
+        self.totals: List[Parts] = []
+
+    def add(self, found: Sequence[Parts]) -> None:
+        if not self.totals:
+            self.dtypes = [Parts._make([None if part is None else part.dtype for part in parts]) for parts in found]
+            self.totals = [Parts._make([None if part is None else part.float() for part in parts]) for parts in found]
+            return
+        for totals, parts in zip(self.totals, found):
+            for total, part in zip(totals, parts):
+                if total is not None and part is not None:
+                    total.add_(part)
+
+    def found(self) -> List[Parts]:
+        pairs = zip(self.totals, self.dtypes)
+        return [Parts._make([None if t is None else t.to(dtype) for t, dtype in zip(*pair)]) for pair in pairs]
+
+
+# ---------------------------------------------------------------- backward
+Inner = Tuple[Optional[torch.Tensor], List[Parts], List[Parts]]
+
+
+def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], torch.Tensor], gate: torch.Tensor, up: torch.Tensor,
+                    groups: OutputGroups, needs: OutputGroups, need_total: bool) -> Inner:
+    """The gradients of the norm's output, None where nothing in front needs one, of the inner projections and of the last one. dbranch: of
+    the last one's result; normed: returns the norm's output."""
+    inner, down = groups.inner, groups.down
     dlow = down.low_gradient((dbranch,))
-    found = OutputGroups([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
+    found, dy = [Parts()] * len(needs.inner), None
     need_inner = need_total or needs_any(needs.inner)
     together: Operand
     if need_inner:
@@ -165,14 +228,57 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
             grads = pair if len(needs.inner) == 2 else (together,)
     else:
         hidden = gated_forward(gate, up, spec.activation)
-    found = found._replace(down=down.gradients((dbranch,), dlow, always(hidden), needs.down))
+    of_down = down.gradients((dbranch,), dlow, always(hidden), needs.down)
     del hidden
-    join = JoinedGradients(None, None, None, None, found.o)
     if need_inner:
         dlow = inner.low_gradient(grads)
-        found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner, together))
+        found = inner.gradients(grads, dlow, normed, needs.inner, together)
     if need_total:
         dy = inner.input_gradient(grads, dlow, together)
+    return dy, found, of_down
+
+
+def _tiled_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[slice], torch.Tensor], groups: OutputGroups,
+                    needs: OutputGroups, need_total: bool, tile: int) -> Inner:
+    """As `_inner_backward`, a tile at a time. normed: returns the norm's output at some rows."""
+    tokens, of_inner, of_down = dbranch.shape[0], _Sums(), _Sums()
+    dy: Optional[torch.Tensor] = None
+    for rows in _tiles(tokens, tile):
+        y = normed(rows)
+        mine, gate, up, hidden = _hidden_of(spec, groups, y)
+        del hidden
+        part, inner, down = _inner_backward(spec, dbranch[rows], always(y), gate, up, mine, needs, need_total)
+        of_inner.add(inner)
+        of_down.add(down)
+        if part is not None:
+            dy = part.new_empty((tokens, part.shape[1])) if dy is None else dy
+            dy[rows] = part
+    return dy, of_inner.found(), of_down.found()
+
+
+def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: Any,
+                 needs: OutputGroups, both: Optionals = None, tile: int = 0) -> Tuple[OutputTensors, OutputGroups]:
+    """The gradients, None for those that are not needed; that of x is flat. need, needs: whether each needs one. both: where gate and up
+    are recomputed, as of `mlp_forward`. tile: of tokens, 0 for all at once."""
+    inner, total = groups.inner, saved.total
+    dtype, dout = inner.group.dtype, dout.reshape(total.shape)
+    need_total = need_join(need, needs.o or ())
+    dbranch, dbehind = add_branch_backward(spec, dout, tensors.behind, saved.branch, saved.branch_rstd, dtype, need.behind)
+    if tile:
+
+        def normed_rows(rows: slice) -> torch.Tensor:
+            return normed_again(spec.before, total[rows], tensors.before, None if saved.rstd is None else saved.rstd[rows], dtype)
+
+        dy, of_inner, of_down = _tiled_backward(spec, dbranch, normed_rows, groups, needs, need_total, tile)
+    else:
+        normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
+        gate, up = saved.gate, saved.up
+        if gate is None or up is None:
+            normed = always(normed())
+            gate, up = _gate_and_up(inner.again(normed(), are_few(total.shape[0]), out=both))
+        dy, of_inner, of_down = _inner_backward(spec, dbranch, normed, gate, up, groups, needs, need_total)
+    join = JoinedGradients(None, None, None, None, [Parts()] * len(needs.o or ()))
+    if dy is not None:
         joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
-    return OutputTensors._make([*join[:-1], dbehind]), found._replace(o=join.o)
+    return OutputTensors._make([*join[:-1], dbehind]), OutputGroups(join.o, of_inner, of_down)

@@ -14,7 +14,17 @@ from .activation import gated_reference
 from .checks import check_inputs, check_mlp, split_groups
 from .graph import InGraph
 from .heads import Heads, heads_reference
-from .mlp_steps import MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start
+from .mlp_steps import (
+    MLPSaved,
+    OutputGroups,
+    mlp_backward,
+    mlp_finish,
+    mlp_forward,
+    mlp_start,
+    tiled_finish,
+    tiled_forward,
+    tiled_start,
+)
 from .node import Given, Gradients, Node
 from .norms import norm_reference
 from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
@@ -151,11 +161,16 @@ def norm_attention_inputs(
 
 
 # ---------------------------------------------------------------- after attention
+TILE_OF = 16  # tokens: a number a row, such as the norm's, then begins where kernels expect it to
+
+
 class MLPSpec(NamedTuple):
-    """Describes the node. recompute: whether the backward pass computes gate and up again."""
+    """Describes the node. recompute: whether the backward pass computes gate and up again. tile: the tokens for which they exist at a time,
+    0 for all."""
 
     outputs: Outputs
     recompute: bool
+    tile: int = 0
 
 
 def groups_of(given: Given) -> list:
@@ -189,36 +204,57 @@ def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Op
     return saved if both is None else saved._replace(gate=both, up=None)
 
 
-def _mlp(given: Given, step=mlp_forward) -> Tuple[list, MLPSaved]:
-    copies = Copies()
+def why_not_tiled(groups: Sequence[Group]) -> str:
+    """Why an MLP is not computed in tiles of tokens; "" where it can be. groups: of its projections."""
+    if any(group.eight for group in groups):
+        return "its products are in eight bits"
+    return "its adapters have dropout" if any(group.drops for group in groups) else ""
+
+
+def _tile_of(given: Given) -> int:
+    layout = given.layout
+    return layout.spec.tile if layout.spec.tile and not why_not_tiled(layout.groups[-2:]) else 0
+
+
+def _mlp(given: Given, finish: bool = True) -> Tuple[list, MLPSaved]:
+    copies, tile, spec = Copies(), _tile_of(given), given.layout.spec.outputs
     found = of_second_half(groups_of(given), given.whole, copies)
     copies.make()
-    both = _side_by_side(given, given.tensors.x, found[-2].group)
-    first, saved = step(given.layout.spec.outputs, given.tensors, named(given, found), both)
+    groups, both = named(given, found), None
+    if tile:
+        first, saved = tiled_forward(spec, given.tensors, groups, tile) if finish else tiled_start(spec, given.tensors, groups)
+    else:
+        both = _side_by_side(given, given.tensors.x, found[-2].group)
+        first, saved = (mlp_forward if finish else mlp_start)(spec, given.tensors, groups, both)
     return [first], _saved(given, saved, found, both)
 
 
 def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
-    return _mlp(given, mlp_start)
+    return _mlp(given, finish=False)
 
 
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
-    """Computes the result from the last product's input."""
-    *_, down = of_second_half_loaded(groups_of(given), saved.made, None)
-    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, stream_of(given, saved), started[0], down)[0]
+    """Computes the result from the last product's input, or in tiles from that of gate and up."""
+    found, tile = of_second_half_loaded(groups_of(given), saved.made, given.whole), _tile_of(given)
+    known = given.layout.spec.outputs, given.tensors.x.shape, None, stream_of(given, saved), started[0]
+    if tile:
+        return tiled_finish(*known, named(given, found), tile)[0]
+    return mlp_finish(*known, found[-1])[0]
 
 
 def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:
     (dout,), layout = grads, given.layout
     found = named(given, of_second_half_loaded(groups_of(given), saved.made, given.whole))
     needs = named(given, [needs_in_parts(each) for each in layout.by_group(need.parts)])
-    saved, both = saved._replace(total=stream_of(given, saved)), None
-    if saved.gate is None:
+    saved, both, tile = saved._replace(total=stream_of(given, saved)), None, _tile_of(given)
+    if tile:
+        pass
+    elif saved.gate is None:
         both = _side_by_side(given, saved.total, found.inner.group)
     elif saved.up is None:
         gate, up = saved.gate.chunk(2, 1)
         saved = saved._replace(gate=gate, up=up)
-    gradients, dparts = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both)
+    gradients, dparts = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both, tile)
     return Gradients(gradients._replace(x=shaped(gradients.x, dout)), flat_parts(*dparts))
 
 
@@ -239,6 +275,7 @@ def norm_mlp(
     dtype: Optional[torch.dtype] = None,
     recompute: bool = False,
     products: str = "bf16",
+    tile: int = 0,
 ) -> torch.Tensor:
     """Computes total + behind(down(act(gate(n)) * up(n))) with n = before(total), total = x or, with `attended`, x + after(o(attended)).
 
@@ -253,6 +290,8 @@ def norm_mlp(
         dtype: of the products; by default that of PyTorch's products of x.
         recompute: whether gate and up are recomputed in the backward pass, bit for bit, instead of kept.
         products: as of `Node.__call__`.
+        tile: the tokens for which gate and up exist at a time, in both passes, a multiple of `TILE_OF`, or 0 for all; more than x has is
+            as 0. With dropout in adapters, or in eight bits, it is ignored (`why_not_tiled`).
 
     Returns:
         [..., hidden], of x's dtype.
@@ -261,4 +300,5 @@ def norm_mlp(
         ValueError: when shapes, dtypes or devices do not fit.
     """
     tensors, groups = OutputTensors(x, attended, after, before, behind), split_groups(projections, attended is not None)
-    return _mlp_node(MLPSpec(spec, bool(recompute)), tensors, groups, (), dtype or product_dtype(x), products)
+    tile = tile if 0 < tile < x.numel() // max(x.shape[-1], 1) else 0
+    return _mlp_node(MLPSpec(spec, bool(recompute), tile), tensors, groups, (), dtype or product_dtype(x), products)

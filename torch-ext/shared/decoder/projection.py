@@ -254,7 +254,7 @@ class Layout:
         self.spec, self.dtype = spec, dtype
         self.forms: dict = {}  # of `node.Form`, by node and what is present of its tensors
         self.groups = [Group(group, dtype, i in eights) for i, group in enumerate(groups)]
-        self.replayable = all(group.replayable for group in self.groups)
+        self.replayable = is_replayable(spec) and all(group.replayable for group in self.groups)
         parts = [part for group in groups for part in tensors_of(group)]
         self.count = len(parts)
         # An autograd function gets the tensors that are not None: of twenty arguments sixteen would be.
@@ -290,13 +290,21 @@ class Layout:
 
 
 IDENTITIES.add(Layout)
+
+
+def is_replayable(spec: tuple) -> bool:
+    """Whether what a node of a description launches may be replayed: in tiles of tokens there is too much of it, and the device is slower
+    than the host."""
+    return not getattr(spec, "tile", 0)
+
+
 _layouts: dict = {}
 
 
 def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> Layout:
     """The `Layout` of a node. Of projections that draw random numbers, or have a `CodedWeight`, it is a new one each time."""
     key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
-    replayable = True
+    replayable = is_replayable(spec)
     for group in groups:
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
             if probability or isinstance(weight, CodedWeight):

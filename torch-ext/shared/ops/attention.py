@@ -13,7 +13,8 @@ import torch
 from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import is_ordinary, kernels_run_on
-from ..runtime.launch import INT32_MAX, Kernel
+from ..runtime.launch import Kernel
+from .attention_heads import of_heads, one_head_is_within_reach, parts_of_heads
 from .attention_plan import AttentionPlan, Pair
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import (
@@ -176,11 +177,11 @@ def takes_dtype(dtype: torch.dtype, capped: bool = False) -> bool:
 
 
 def _fits(q, k, scale, softcap, sinks, *others) -> bool:
-    """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
+    """True where the kernels take these arguments, however long. (A largest score times a scale of zero or less is not the largest
+    product.)"""
     capped = softcap > 0
     halves = takes_dtype(q.dtype, capped) and scale > 0 and takes_heads(q.shape[-1], sinks is not None, capped)
-    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x.dim() == 3)
-    return halves and reach <= INT32_MAX and kernels_run_on(q, k, sinks, *others)
+    return halves and kernels_run_on(q, k, sinks, *others) and one_head_is_within_reach(q, k)
 
 
 def _forward(
@@ -197,7 +198,14 @@ def _forward(
     if not _fits(q, k, scale, softcap, sinks, v, limits, walks):
         return attention_reference(q, k, v, sinks, limits, scale, softcap)
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
-    if softcap:
+    cut = parts_of_heads(q, k, v)
+    for heads, keys in cut:
+        mine = None if sinks is None else sinks[heads].contiguous()
+        (q_part,), (k_part, v_part) = of_heads(heads, q), of_heads(keys, k, v)
+        out[:, heads], lse[heads] = _forward(q_part, k_part, v_part, mine, limits, walks, scale, softcap)
+    if cut:
+        pass
+    elif softcap:
         _capped_forward_kernel(q, k, v, limits, walks, out, lse, softcap * LOG2E, scale / softcap)
     elif sinks is None:
         _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
@@ -222,13 +230,24 @@ def _backward(
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
     if not _fits(q, k, scale, softcap, sinks, v, limits, walks, dout):
         return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale, softcap)
-    delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    capped = softcap > 0
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
+    cut = parts_of_heads(q, k, v, dout, out)
+    for heads, keys in cut:
+        mine = None if sinks is None else sinks[heads].contiguous()
+        (dout_part, q_part, out_part), (k_part, v_part) = of_heads(heads, dout, q, out), of_heads(keys, k, v)
+        lse_part = lse[heads].contiguous()
+        found = _backward(dout_part, q_part, k_part, v_part, mine, out_part, lse_part, limits, walks, scale, softcap)
+        dq[:, heads], dk[:, keys], dv[:, keys] = found[:3]
+        if sinks is not None:
+            dsinks[heads] = found[3]
+    if cut:
+        return dq, dk, dv, dsinks
+    delta, capped = torch.empty_like(lse), softcap > 0
     numbers = (softcap * LOG2E, scale, scale / softcap) if capped else (scale * LOG2E, scale)
     dq_kernel = _capped_dq_kernel if capped else _dq_kernel
     dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, *numbers)
     _dkv_kernel_of(k, capped)(q, k, v, dout, lse, delta, limits, walks, dk, dv, *numbers)
-    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     if sinks is not None:
         _sink_gradient_kernel(sinks, lse, delta, dsinks, q.shape[0])
     return dq, dk, dv, dsinks

@@ -20,6 +20,7 @@ _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 KEPT = 1024  # combinations of shapes and strides that an operator remembers its results' strides of
 LIBRARY = "_bastile_library"  # on the namespace of this build's operators
 HALF = (torch.bfloat16, torch.float16)
+REACH = INT32_MAX  # elements: what a kernel counts an array's places in
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 
 
@@ -307,6 +308,11 @@ class ElementwiseKernel(Kernel):
         if arrays[0].shape[0] <= rows:
             return None
         return ([array[start : start + rows] for array in arrays] for start in range(0, arrays[0].shape[0], rows))
+
+
+def within_reach(*elements: int) -> bool:
+    """Whether arrays of so many elements each are within a kernel's reach; what is not goes in parts, or to PyTorch's operations."""
+    return max(elements) <= REACH
 
 
 BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` placed: the tensor that holds it and its neighbours

@@ -8,9 +8,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-)
+from .common import accumulation_dtype, within_reach
 from .grouped_gemm import Groups
 from .products import accumulate_product
 from .routing import row_blocks
@@ -125,7 +123,7 @@ def _piece_of(dgated: torch.Tensor, gate_up: torch.Tensor, weights: bool, gate: 
 def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: Optionals) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
     kernel reads."""
-    same = gate.interleaved == bool(gate.alpha) == (bias is not None) and gate_up.shape[0] > 0
+    same = gate.interleaved == bool(gate.alpha) == (bias is not None) and gate_up.shape[0] > 0 and within_reach(gate_up.numel())
     return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
 
 
@@ -193,7 +191,8 @@ def gate_backward(dgated, gate_up, bias, scores, ends, gate: Gate, weights: bool
 def token_rows(x: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """[rows, columns]: for each row the columns of its token in x: [tokens, columns]. order, position: of `Routing`. What rows of no expert
     hold is undefined where kernels run."""
-    if x.dtype == torch.float64 or not x.numel() or not kernels_run_on(x, position):
+    reaches = within_reach(x.numel(), order.shape[0] * x.shape[1])
+    if x.dtype == torch.float64 or not x.numel() or not reaches or not kernels_run_on(x, position):
         return x[order // position.shape[1]]
     out = x.new_empty((order.shape[0], x.shape[1]))
     _rows_kernel(x, position, out)
@@ -202,7 +201,8 @@ def token_rows(x: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> 
 
 def token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
     """[tokens, columns]: the sum of each token's rows of y; with a bias, of its experts' biases times their scores too."""
-    if y.dtype == torch.float64 or not kernels_run_on(y, position, expert, scores, bias):
+    reaches = within_reach(y.numel(), position.shape[0] * y.shape[1])
+    if y.dtype == torch.float64 or not reaches or not kernels_run_on(y, position, expert, scores, bias):
         total = token_sum_reference(y, position)
         if bias is not None:
             total = total + dense(expert, scores, bias.shape[0], total.dtype) @ bias.to(total.dtype)

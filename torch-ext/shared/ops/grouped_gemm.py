@@ -11,6 +11,7 @@ import torch
 
 from ..runtime.device import PLAIN, kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
+from .common import within_reach
 from .products import write_product
 from .routing import row_blocks
 
@@ -22,7 +23,6 @@ from .routing import row_blocks
 # inside 785 instead of 690 + 84, level. Shorter blocks for an expert's last rows made every product slower by a tenth or more, for their
 # branch. Tiles of 128 x 128, two blocks on an SM, are 8 % faster where a row has 768 numbers and 2 to 8 % slower where it has 2048.
 OURS_FROM, OURS_TO = 128, 512
-GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
 
 
 
@@ -89,7 +89,7 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
     """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
     first = tensors[0]
     half = first.dtype in (torch.bfloat16, torch.float16)
-    return half and kernels_run_on(*tensors) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
+    return half and kernels_run_on(*tensors) and within_reach(*[tensor.numel() for tensor in tensors])
 
 
 def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:

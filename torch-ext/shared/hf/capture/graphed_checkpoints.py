@@ -9,20 +9,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..layer.checkpointing import is_checkpointed, was_told
+from ..layer.offload import FUNCTION, OFFLOADS
 from ..parts.explanation import Reason
 
-FUNCTION = "_gradient_checkpointing_func"  # on a layer: what transformers checkpoints it with
 OPTIONS = ("preserve_rng_state", "determinism_check", "early_stop")  # of torch's checkpoint: what a graph does in any case, or need not ask
 PACKED = Reason("hooks", "saved tensors are packed by hooks (offloading)")
 
 
-def is_checkpointed(layer: nn.Module) -> bool:
-    """Tells whether a layer in training is run a second time instead of keeping what its backward pass needs."""
-    return bool(layer.__dict__.get("gradient_checkpointing")) and layer.training
-
-
 def why_not_graphed(layer: nn.Module) -> Optional[Reason]:
     """Why a checkpointed layer cannot be in a graph; None where it can."""
+    if was_told(layer, OFFLOADS):
+        return Reason("checkpointing", "checkpoints go to the host's memory (offload)")
     function = layer.__dict__.get(FUNCTION)
     told = dict(function.keywords) if type(function) is functools.partial and function.func is checkpoint and not function.args else None
     if told is None:

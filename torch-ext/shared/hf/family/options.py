@@ -36,16 +36,23 @@ TEXTS = {
     "recompute_mlp": """without gradient checkpointing, the backward pass makes gate and up of the fused decoder layer's MLP, or those of
             the experts, again instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer
             (of experts, for each token and expert that it goes to) for half of the products of its forward pass: between nothing and
-            gradient checkpointing, which does not add to it.""",
+            gradient checkpointing, which does not add to it. A number of tokens, a multiple of 16, 4096 say: in longer rows, checkpointed
+            or not, gate and up of a dense MLP exist for so many at a time, so that a long row's peak does not grow with them; the same
+            but for rounding.""",
     "log_probs": """TRL's trainers (1.16) compute their log-probabilities without logits, with every model of the process; what ours does
             not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the
             backward pass, for speed.""",
     "products": """"bf16", or "fp8": the products of a dense decoder layer's linear layers, their inputs' gradients and their weights'
             are multiplied in e4m3 where that is possible and pays; `explain` says where. Head, attention, adapters, experts and norms stay
             as they are. Rounding is another one then: 28 dB a product, where bf16 has 55 (docs/options.md).""",
+    "offload": """with gradient checkpointing, the input of each decoder layer goes to pinned memory of the host while the layer runs, on
+            a stream of its own, and comes back while the layer behind it runs backward; with keep_attention, attention's output too.
+            True, or the GiB that may be pinned: by default three quarters of what is free, shared among the ranks of a host; what is
+            beyond goes to pageable memory, with a warning. The same bits. Not under `capture`, which says so, nor `torch.compile`.""",
 }
 # No operations.
-TOLD: Dict[str, Any] = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16"}
+TOLD: Dict[str, Any] = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16",
+                        "offload": False}
 OTHER_NAMES = {"moe": "experts"}
 
 APPLY = """Puts the layers on transformers' classes of {names}: models that exist and models made later use them.

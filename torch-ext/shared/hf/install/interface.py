@@ -52,8 +52,9 @@ class Interface:
         patching.patch_classes(self.families, given, *told)
 
     def kernelize(
-        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
-    ):
+        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
+        offload=False,
+    ):  # fmt: skip
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
         A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
@@ -67,15 +68,15 @@ class Interface:
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).
             mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
-            attention, unpad, keep_attention, recompute_mlp, log_probs, products: as in `apply`.
+            attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload: as in `apply`.
 
         Raises:
             TypeError: when the model has none of the layers that this package stands in for.
-            ValueError: for `kernels.Mode.FALLBACK`, and for unknown products.
+            ValueError: for `kernels.Mode.FALLBACK`, and for unknown products or a size that is none.
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products
+        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload
         return one_model.kernelize(self.families, model, mode, *told, self._shapes)
 
     def eight_bits(self, model):

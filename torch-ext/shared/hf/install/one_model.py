@@ -11,7 +11,9 @@ from ..capture import capture as graphs
 from ..family import ownership
 from ..family.families import LOSS, Families, Targets, argument_of, names_of
 from ..family.versions import modeling_of, note, unfit_texts, why_left
-from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
+from ..layer.offload import OFFLOADS, check_offload
+from ..layer.offload import switch as switch_offload
 from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
 from ..model import trl
 from ..model.losses import put_losses_on, read_losses
@@ -152,7 +154,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
 
 def kernelize(
     families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True,
-    products="bf16", shapes=None
+    products="bf16", offload=False, shapes=None
 ):  # fmt: skip
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
     a row by what their layers compute, too, and the loss of any model."""
@@ -160,6 +162,7 @@ def kernelize(
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     trl.options_of(log_probs)  # raises before anything is changed
     check_products(products)
+    offloads, recomputes = check_offload(offload), check_recompute(recompute_mlp)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     if shapes is not None:  # a tower may have a family's norms, behind a decoder without a row
@@ -178,7 +181,8 @@ def kernelize(
     note(patching.unknown_of([_without_losses_of_others(family, model) for family in known]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
-    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp), PRODUCTS: products}
+    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: recomputes, PRODUCTS: products, OFFLOADS: offloads}
+    switch_offload(offloads)
     kept = [layer for found in read for layer in shapes.put_on_layers(found, told)]
     ownership.warn_of_others(kept, stacklevel=3)
     for each, _ in pairs:

@@ -30,7 +30,8 @@ from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
 from ..family.versions import Unfit, modeling_of, note, unfit_texts
-from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from ..layer import offload as offload_of
+from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
 from ..layer.products import PRODUCTS, check_products
 from ..layer.recognised_layer import FACTS
 from ..model import trl
@@ -43,7 +44,7 @@ from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_trans
 from ..parts.wrapped import put
 
 # On a module: what kernelize() was told of its model, and what it said.
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, WITHOUT, SHAPE, SAID, FACTS
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, offload_of.OFFLOADS, WITHOUT, SHAPE, SAID, FACTS
 
 
 class Family(NamedTuple):
@@ -127,14 +128,14 @@ def register(families: Sequence[Family]):
 
 
 def patch_classes(
-    families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16"
+    families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16", offload=False
 ):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     Args:
         wanted: an entry for each operation of the families, True or False; that of `fused_linear_cross_entropy` may be a mapping of options
             of the loss, which stands for True.
-        unpad, keep_attention, recompute_mlp, products: as of `apply`.
+        unpad, keep_attention, recompute_mlp, products, offload: as of `apply`.
         log_probs: whether TRL's trainers get ours too, or a mapping of its options (trl.py).
 
     Raises:
@@ -143,6 +144,7 @@ def patch_classes(
         ImportError: when transformers is absent or its version does not fit.
     """
     check_products(products)
+    offloads, recomputes = offload_of.check_offload(offload), check_recompute(recompute_mlp)
     needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
     off = [name for name in needed if not wanted.get(name, True)]
     if products != "bf16" and off:
@@ -164,8 +166,10 @@ def patch_classes(
         layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
-            setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
+            setattr(layer, RECOMPUTES_MLP, recomputes)
             setattr(layer, PRODUCTS, products)
+            setattr(layer, offload_of.OFFLOADS, offloads)
+            offload_of.switch(offloads)
         _forget_what_one_model_was_told(targets, modules)
         _watch_decoders(targets, modules)
         said = {name: wanted[argument_of(name)] for name in targets.operations}
@@ -291,6 +295,7 @@ def _bind_hidden(owner, replacement, modules):
 def reset(families: Families):
     """Puts back what a package replaced; see `reset` of a package."""
     trl.take_back()
+    offload_of.take_back()
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported and not bound_modules():
         return

@@ -15,8 +15,11 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
+from ...decoder.nodes import TILE_OF
+from ...ops.common import fail
 from ...ops.recorded import Recording, Results
 from ...ops.second_run import in_backward_pass
+from ...runtime.host_memory import Away
 from ..family.arguments import CACHE, SINCE_5_24
 from ..parts.binding import begin_graphs_after
 from ..parts.modules import SAVED, captured_in_first_run, captured_outputs
@@ -25,6 +28,7 @@ from ..parts.wrapped import WRAPPING
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
 RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
 KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: `_KeptOfStorage`
+MOVED = SAVED + "moved"  # on the storage of a copy of a layer's input: (what `place_of` says of the copy, of the input)
 CAPTURED_OUTPUTS = SAVED + "captured_outputs"  # on the angles of a forward pass: names of the outputs captured in it
 _warned: set = set()
 _numbers = itertools.count()
@@ -53,7 +57,14 @@ def _reference(thing, forget: Callable) -> Callable:
 
 class _KeptOfStorage(dict):
     """Each `_Kept` of one storage by a number. A dictionary that can be referred to weakly: in a cycle, what is forgotten would wait for
-    Python's cyclic garbage collector."""
+    Python's cyclic garbage collector.
+
+    sent_with: returns what takes the layer's input to the host's memory, and takes the results along; None where it stays.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_with: Callable[[], Any] = lambda: None
 
     def _number(self, place, conditions) -> Optional[int]:
         return next((number for number, kept in self.items() if kept.is_of(place, conditions)), None)
@@ -65,13 +76,47 @@ class _KeptOfStorage(dict):
         if same is not None:
             self[same].results = None
             return
-        number = next(_numbers)
+        number, gone = next(_numbers), self.sent_with()
+        if gone is not None:
+            results = [(function, tuple(gone.send(each) if _leaves(each) else each for each in found)) for function, found in results]
         self[number] = _Kept(place, conditions, results, functools.partial(_forget, weakref.ref(self), number))
 
     def take(self, place, conditions) -> Optional[Results]:
         """The results of the same run, which are forgotten, or None."""
         number = self._number(place, conditions)
-        return None if number is None or self[number].results is None else self.pop(number).results
+        if number is None or self[number].results is None:
+            return None
+        results = self.pop(number).results
+        return [(function, tuple(each.take() if isinstance(each, Away) else each for each in found)) for function, found in results]
+
+
+def _leaves(thing) -> bool:
+    return isinstance(thing, torch.Tensor) and thing.is_floating_point() and thing.numel() > 0
+
+
+def place_of(x: torch.Tensor) -> tuple:
+    """Tells a layer's input among all on its storage. A copy that came back is the input that it was made of."""
+    here = x.storage_offset(), x.shape, x.stride()
+    moved = getattr(x.untyped_storage(), MOVED, None)
+    return moved[1] if moved is not None and moved[0] == here else (*here, x._version)
+
+
+def kept_on(x: torch.Tensor) -> _KeptOfStorage:
+    """What is kept on the storage of a layer's input."""
+    storage = x.untyped_storage()
+    found = getattr(storage, KEPT, None)
+    if found is None:
+        found = _KeptOfStorage()
+        setattr(storage, KEPT, found)
+    return found
+
+
+def move_to(x: torch.Tensor, kept: _KeptOfStorage, place: tuple) -> None:
+    """Puts what was kept with a layer's input on its copy x. place: of the input."""
+    storage = x.untyped_storage()
+    if getattr(storage, KEPT, None) is not kept:
+        setattr(storage, KEPT, kept)
+        setattr(storage, MOVED, ((x.storage_offset(), x.shape, x.stride()), place))
 
 
 def _forget(of_storage: weakref.ref, number: int, _) -> None:
@@ -80,8 +125,9 @@ def _forget(of_storage: weakref.ref, number: int, _) -> None:
         kept.pop(number, None)
 
 
-def _is_checkpointed(layer) -> bool:
-    return layer.__dict__.get("gradient_checkpointing") and layer.training
+def is_checkpointed(layer) -> bool:
+    """Tells whether a layer in training is run a second time instead of keeping what its backward pass needs."""
+    return bool(layer.__dict__.get("gradient_checkpointing")) and layer.training
 
 
 def checkpointed(forward: Callable) -> Callable:
@@ -94,7 +140,7 @@ def checkpointed(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def checkpointing(layer, *args, **kwargs):
-        replayed = _is_checkpointed(layer) and (torch.is_grad_enabled() or not SINCE_5_24)
+        replayed = is_checkpointed(layer) and (torch.is_grad_enabled() or not SINCE_5_24)
         if replayed and type(layer).__call__ is torch.nn.Module.__call__:
             return layer._gradient_checkpointing_func(functools.partial(forward, layer, **_without_caches(layer, kwargs)), *args)
         return forward(layer, *args, **kwargs)
@@ -124,12 +170,27 @@ def was_told(layer, name: str) -> Any:
 
 def keeps_attention(layer) -> bool:
     """Tells whether a layer is checkpointed by transformers, and attention is to be kept."""
-    return _is_checkpointed(layer) and not torch.compiler.is_compiling() and was_told(layer, KEEPS_ATTENTION)
+    return is_checkpointed(layer) and not torch.compiler.is_compiling() and was_told(layer, KEEPS_ATTENTION)
 
 
 def recomputes_mlp(layer) -> bool:
     """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
-    return was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
+    return bool(was_told(layer, RECOMPUTES_MLP)) and not is_checkpointed(layer)
+
+
+def tile_of(layer) -> int:
+    """The tokens for which what the MLP's first products give exists at a time; 0 for all, as where the option is no number."""
+    told = was_told(layer, RECOMPUTES_MLP)
+    return 0 if isinstance(told, bool) else int(told)
+
+
+def check_recompute(recompute: Any) -> Any:
+    """What is noted on a layer of `recompute_mlp`. Raises ValueError for what it cannot be."""
+    if isinstance(recompute, bool) or recompute is None:
+        return bool(recompute)
+    if not isinstance(recompute, int) or recompute < 1 or recompute % TILE_OF:
+        fail("recompute_mlp", repr(recompute), f"True, False, or the tokens of a tile, a multiple of {TILE_OF}")
+    return recompute
 
 
 def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:
@@ -163,11 +224,7 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
     """
     if x.is_inference():  # no backward pass will come
         return attend()
-    storage, place = x.untyped_storage(), (x.storage_offset(), x.shape, x.stride(), x._version)
-    of_storage = getattr(storage, KEPT, None)
-    if of_storage is None:
-        of_storage = _KeptOfStorage()
-        setattr(storage, KEPT, of_storage)
+    of_storage, place = kept_on(x), place_of(x)
     conditions = layer, *conditions
     again = in_backward_pass()
     found = of_storage.take(place, conditions) if again else None

@@ -41,7 +41,7 @@ from ..parts.modules import (
 )
 from ..parts.weights import eps_of, held, weight_of
 from ..parts.wrapped import inside
-from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_called_attention, warn_of_kept_mlp
+from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, tile_of, warn_of_called_attention, warn_of_kept_mlp
 from .products import explain_products, products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
@@ -350,7 +350,8 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
         return norm_experts(x, weight_of(before), router, weights, *of_experts)
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
-    return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute, products_of(layer))
+    norms = weight_of(after), weight_of(behind)
+    return norm_mlp(x, weight_of(before), found, spec, attended, *norms, dtype, recompute, products_of(layer), tile_of(layer))
 
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:

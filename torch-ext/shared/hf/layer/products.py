@@ -6,13 +6,16 @@ from typing import Iterable, List, Mapping, Optional, Sequence, Tuple
 from torch import nn
 
 from ...decoder.eight_bits import FEWEST, KINDS, fewest_of, why_not_eight
+from ...decoder.nodes import why_not_tiled
+from ...decoder.projection import Group
 from ...ops.common import fail
 from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
-from .checkpointing import was_told
+from .checkpointing import tile_of, was_told
 
 PRODUCTS = SAVED + "products"  # on a decoder layer or its class: what apply() or kernelize() was told
+TILES = "MLP in tiles of {} tokens"  # as `explain` names it
 Part = Tuple[Mapping[str, nn.Module], Optional[Reason]]
 
 
@@ -28,14 +31,17 @@ def products_of(layer: nn.Module) -> str:
 
 
 def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, wider: bool = False) -> List[Tuple[str, Optional[Reason]]]:
-    """[(products of some projections, None or why they are not in eight bits)] of a layer; nothing where it was not asked for them.
+    """[(products of some projections, None or why they are not in eight bits)] of a layer, and [(MLP in tiles, None or why not)]; nothing
+    where it was not asked for them.
 
     parts: the projections of each part of the layer, by name, and why it is not fused. down: the name of the one that reads the activation
     and not the norm; dtype, wider: as of `projections`.
     """
+    parts = list(parts)
+    rows = _explain_tiles(layer, parts, down, dtype, wider)
     if products_of(layer) == KINDS[0]:
-        return []
-    rows: List[Tuple[str, Optional[Reason]]] = []
+        return rows
+    tiled = len(rows)
     for linears, reason in parts:
         for names in ([name for name in linears if name != down], [name for name in linears if name == down]):
             if names:
@@ -43,7 +49,23 @@ def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, 
                 why = "they are in no fused node" if found is None else why_not_eight(found, dtype)
                 named = f"{', '.join(names)} in eight bits from {fewest_of(found) if found else FEWEST} tokens on"
                 rows.append((named, Reason("eight_bits", why) if why else None))
-    return rows or [("products in eight bits", Reason("eight_bits", "the layer has no dense projections in a fused node"))]
+    if len(rows) == tiled:
+        rows.append(("products in eight bits", Reason("eight_bits", "the layer has no dense projections in a fused node")))
+    return rows
+
+
+def _explain_tiles(layer: nn.Module, parts: Sequence[Part], down: str, dtype, wider: bool) -> List[Tuple[str, Optional[Reason]]]:
+    tile = tile_of(layer)
+    if not tile:
+        return []
+    linears, reason = next(((linears, reason) for linears, reason in parts if down in linears), ({}, None))
+    found = projections(list(linears.values()), dtype, wider) if linears and reason is None else None
+    if found is None:
+        return [(TILES.format(tile), Reason("tiles", "the layer has no dense MLP in a fused node"))]
+    eight = products_of(layer) != KINDS[0]
+    groups = [Group(each, dtype, eight and not why_not_eight(each, dtype)) for each in (found[:-1], found[-1:])]
+    why = why_not_tiled(groups)
+    return [(TILES.format(tile), Reason("tiles", why) if why else None)]
 
 
 def warn_of_no_layers(model: nn.Module, products: str, layers: Sequence[nn.Module]) -> None:

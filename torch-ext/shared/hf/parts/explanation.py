@@ -20,7 +20,8 @@ ADVICE = {
     "accounted": "have the row say what these do (docs/maintainers.md), or take it out of the table",
     "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",
     "hooks": "remove the hooks, or accept that these parts are called separately",
-    "checkpointing": "pass gradient_checkpointing_kwargs={'use_reentrant': False} and no other options",
+    "checkpointing": "pass gradient_checkpointing_kwargs={'use_reentrant': False} and no other options, and leave offload out",
+    "offload": "call model.gradient_checkpointing_enable(), which keeps each layer's input alone",
     "cache": "set model.config.use_cache = False for training",
     "changing": "keep adapters, hooks and weights where they are between training steps",
     "threads": "train the model in one thread; reset() and capture() make graphs anew",
@@ -49,6 +50,7 @@ ADVICE = {
     "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
     "eight_bits": "nothing: these products are in bf16",
+    "tiles": "adapters without dropout, products in bf16 and a dense MLP are computed in tiles",
     "node": "have that part fused, and this one is too",
     "model": "",
 }

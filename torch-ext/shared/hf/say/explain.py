@@ -10,6 +10,7 @@ from ..attention.attention_choice import name_that_is_kept, runs_between_exchang
 from ..capture.capture import captured_passes, captured_sizes
 from ..family import ownership
 from ..layer.eight_bit_weights import explain_weights
+from ..layer.offload import explain_offload
 from ..model import trl
 from ..model.causal_lm import why_logits_are_made
 from ..model.logits_flow import Flow
@@ -90,7 +91,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         norm: Any = next((weight for weight in norms if weight is not None), weight_within(layer))
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         rows = explain_layer(layer, x)
-        for pair in (*rows, *_why_apart(layer, rows)):
+        for pair in (*rows, *_why_apart(layer, rows), *explain_offload(layer)):
             found[pair] += 1
     for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
