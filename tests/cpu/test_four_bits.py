@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.capturing import Pool, Rerun
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.models import Step, mesh_of_one, random_tokens, sharded, tiny_gpt_oss, tiny_model, tiny_qwen3_moe, whole
 from tests.patched import lora
 from tests.qwen3_moe_steps import EXPERTS, LABELS, TOKENS, exact_step
 
@@ -338,6 +338,22 @@ def test_captured(package, kind, monkeypatch):
         assert are_equal(step_of(model), step_of(plain))
     assert Rerun.replays > before
     assert all(row.fused for row in package.explain(model).rows if "captured" in row.part)
+
+
+def test_sharded_parameters(package, kind):
+    """FSDP2 shards codes as other parameters; scales of bitsandbytes stay whole."""
+    model = package.kernelize(package.four_bits(lora(sparse(kind), **BESIDE)))
+    expected = step_of(model)
+    with sharded(model.get_base_model()):
+        assert are_equal(whole(step_of(model)), expected) and fused(package, model) == 0, "outside of a pass nothing is whole"
+
+
+def test_ddp(package, kind):
+    model = package.kernelize(package.four_bits(lora(sparse(kind), **BESIDE)))
+    expected = step_of(model)
+    with mesh_of_one():
+        outer = nn.parallel.DistributedDataParallel(model)
+        assert are_equal(Step(model, outer, input_ids=TOKENS, labels=LABELS, use_cache=False), expected)
 
 
 def test_a_compiled_model_calls_the_experts(package, kind):

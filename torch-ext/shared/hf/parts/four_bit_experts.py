@@ -183,7 +183,7 @@ def weight_or_codes(module: nn.Module, name: str) -> Any:
 
 
 def take(module: nn.Module, name: str, made: FourBits, codes: torch.Tensor) -> None:
-    """Puts codes in the place of a weight, in place, which frees it."""
+    """Replaces a weight of a module by its codes, which frees it."""
     del module._parameters[name]
     module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
     parametrize.register_parametrization(module, name, made, unsafe=True)
