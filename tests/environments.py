@@ -24,7 +24,8 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "oldest-torch": ("transformers==5.17.0", "kernels==0.16.2", "torch==2.6.0"),
 }
 TESTS = ("patching", "recomputation", "checkpointing", "layers", "model_losses", "keeping", "saving", "training", "versions", "texts",
-         "compiled_numbers", "families", "qwen3_5", "rows", "lookups", "recognised", "eight_bit_weights", "expert_adapters")
+         "compiled_numbers", "families", "qwen3_5", "rows", "lookups", "recognised", "eight_bit_weights", "expert_adapters",
+         "four_bits")
 FEWER = ("patching", "recomputation", "layers", "model_losses", "keeping", "saving", "versions")  # what CI runs beside the pinned releases
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 

@@ -137,6 +137,19 @@ def test_weights_in_eight_bits_are_those_of_the_package_that_serves_a_model(bast
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_experts_in_four_bits_are_those_of_the_package_that_serves_a_model(bastile, hub, name):
+    pytest.importorskip("bitsandbytes")
+    model = MODELS[name]().requires_grad_(False)
+    if not any(part.rpartition(".")[2] == "experts" for part, _ in model.named_modules()):
+        with pytest.raises(TypeError, match="expected a model with decoder layers of experts"):
+            bastile.four_bits(model)
+        return
+    parts = [module for module in bastile.four_bits(model, "nf4").modules() if type(module).__name__ == "Nf4"]
+    assert {type(module).__module__.partition(".")[0] for module in parts} == {hub[name].__name__.partition(".")[0]}
+    assert bastile.sixteen_bits(model) is model and not [module for module in model.modules() if module in parts]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bastile, hub, name, caplog, monkeypatch, tmp_path):
     model, cleared = MODELS[name](), []
     expected = step_of(model)

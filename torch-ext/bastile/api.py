@@ -15,6 +15,7 @@ _calls = Front(__package__, PACKAGES, named={"RMSNorm": any_norm_of(own for each
 apply = _calls.apply
 kernelize = _calls.kernelize
 eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
 sixteen_bits = _calls.sixteen_bits
 explain = _calls.explain
 report = _calls.report

@@ -85,6 +85,9 @@ class Front(Interface):
     def eight_bits(self, model):
         return self._of(model).eight_bits(model)
 
+    def four_bits(self, model, kind=None):
+        return self._of(model).four_bits(model, kind)
+
     def sixteen_bits(self, model):
         return self._of(model).sixteen_bits(model)
 

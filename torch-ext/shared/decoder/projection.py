@@ -302,9 +302,10 @@ _layouts: dict = {}
 
 
 def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> Layout:
-    """The `Layout` of a node. Of projections that draw random numbers, or have a `CodedWeight`, it is a new one each time."""
+    """The `Layout` of a node. Of projections that draw random numbers, or have a `CodedWeight`, it is a new one each time; so it is of a
+    description with experts in codes, which a table would keep."""
     key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
-    replayable = is_replayable(spec)
+    replayable = is_replayable(spec) and not any(getattr(spec, "coded", ()))
     for group in groups:
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
             if probability or isinstance(weight, CodedWeight):

@@ -20,6 +20,7 @@ from ..ops.common import always, describe, fail, need_floats
 from ..ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters, ExpertFactors, Factors
 from ..ops.expert_gate import Gate
 from ..ops.experts import experts_backward, experts_finish, experts_reference, experts_start, first_gemm
+from ..ops.four_bits import CodedExperts, dense
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .checks import check_attended, check_expert_adapter, check_like
@@ -62,18 +63,18 @@ DEFAULT = ExpertOptions()
 
 
 class ExpertTensors(NamedTuple):
-    """gate_up: [experts, 2 * width, hidden], down: [experts, hidden, width], each the other way with `ExpertOptions.transposed`; their
-    biases [experts, rows] or None."""
+    """gate_up: [experts, 2 * width, hidden], down: [experts, hidden, width], each the other way with `ExpertOptions.transposed`, tensors or
+    `CodedExperts`; their biases [experts, rows] or None."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Any
+    down: Any
     gate_up_bias: Optional[torch.Tensor] = None
     down_bias: Optional[torch.Tensor] = None
 
 
 class SparseTensors(NamedTuple):
     """What the node reads beside its projections: the fields of `OutputTensors`, the router's weight and bias, the gate of the shared
-    expert's score, the fields of `ExpertTensors`, and a and b of their adapters."""
+    expert's score, the fields of `ExpertTensors`, None for weights in codes, and a and b of their adapters."""
 
     x: torch.Tensor
     attended: Optionals
@@ -83,18 +84,14 @@ class SparseTensors(NamedTuple):
     router: torch.Tensor
     router_bias: Optionals
     shared_gate: Optionals
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Optionals
+    down: Optionals
     gate_up_bias: Optionals
     down_bias: Optionals
     gate_up_a: Optionals
     gate_up_b: Optionals
     down_a: Optionals
     down_b: Optionals
-
-    @property
-    def experts(self) -> ExpertTensors:
-        return ExpertTensors(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
     @property
     def factors(self) -> ExpertFactors:
@@ -104,7 +101,8 @@ class SparseTensors(NamedTuple):
 
 class SparseSpec(NamedTuple):
     """Describes the node. outputs: of the layer. top_k, normalised, by_logits: of `Router`. recompute: whether the backward pass makes the
-    first products of all experts again. scalings: of the adapters of gate_up and of down."""
+    first products of all experts again. scalings: of the adapters of gate_up and of down. coded: these weights,
+    None for a tensor."""
 
     outputs: Outputs
     gate: ExpertOptions
@@ -113,6 +111,7 @@ class SparseSpec(NamedTuple):
     by_logits: bool
     recompute: bool
     scalings: Tuple[float, float] = (1.0, 1.0)
+    coded: Tuple[Optional[CodedExperts], Optional[CodedExperts]] = (None, None)
 
 
 class Started(NamedTuple):
@@ -162,9 +161,14 @@ def _adapters(spec: SparseSpec, tensors: SparseTensors) -> ExpertAdapters:
     ])  # fmt: skip
 
 
+def _experts(spec: SparseSpec, tensors: SparseTensors) -> ExpertTensors:
+    gate_up, down = spec.coded
+    return ExpertTensors(gate_up or tensors.gate_up, down or tensors.down, tensors.gate_up_bias, tensors.down_bias)
+
+
 def _factors(spec: SparseSpec, tensors: SparseTensors, dtype: torch.dtype) -> ExpertFactors:
     """Prepares the adapters for products of a dtype."""
-    experts = tensors.down.shape[0]
+    experts = tensors.router.shape[0]
     return ExpertFactors(*[None if each is None else each.factors(experts, dtype) for each in _adapters(spec, tensors)])
 
 
@@ -176,7 +180,9 @@ def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router, router_bias), spec.top_k, spec.normalised, spec.by_logits)
-    out = experts_reference(y, expert, scores.to(y.dtype), *tensors.experts, *spec.gate, _factors(spec, tensors, y.dtype))
+    gate_up, down, *biases = _experts(spec, tensors)
+    weights: Any = [dense(gate_up), dense(down), *biases, *spec.gate, _factors(spec, tensors, y.dtype)]
+    out = experts_reference(y, expert, scores.to(y.dtype), *weights)
     out = out if shared_gate is None else out + shared_reference(y, SharedExpert(shared_gate, projections))
     return add_branch_reference(x, out, spec.outputs.behind, behind, spec.outputs.multiplier)
 
@@ -187,7 +193,7 @@ def _weighted_sum(
 ):  # fmt: skip
     """Runs the experts from the output of their first GEMM on. scores, expert: of `choose_experts`. factors: of down's adapter."""
     tensors, spec, dtype = given.tensors, given.layout.spec, given.layout.dtype
-    weights, options = (tensors.down, tensors.gate_up_bias, tensors.down_bias), (spec.gate.transposed, spec.gate.between)
+    weights, options = _experts(spec, tensors)[1:], (spec.gate.transposed, spec.gate.between)
     return experts_finish(gate_up, expert, rounded(scores, dtype), *weights, routing, groups, *options, factors)
 
 
@@ -207,7 +213,7 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
     logits = linear(y, tensors.router, tensors.router_bias)
     scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
     of_gate_up, of_down = _factors(spec, tensors, layout.dtype)
-    gate_up, routing, groups = experts_start(y, expert, tensors.gate_up, spec.gate.transposed, of_gate_up)
+    gate_up, routing, groups = experts_start(y, expert, _experts(spec, tensors).gate_up, spec.gate.transposed, of_gate_up)
     found = _weighted_sum(given, gate_up, scores, expert, routing, groups, of_down) if whole else None
     score = both = scored = None
     if inner is not None:
@@ -249,20 +255,21 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
     both: Any = saved.both
     x, again = stream_of(given, saved), gate_up is None
     dout, y = grads[0].reshape(x.shape), x  # of which `experts_backward` then reads the shape alone
-    factors, need_factors = _factors(spec, tensors, layout.dtype), needed.factors
+    weights, factors, need_factors = _experts(spec, tensors), _factors(spec, tensors, layout.dtype), needed.factors
     if needed.gate_up or any(need_factors.gate_up) or needed.router or again or (need_shared is not None and need_shared.reads_input()):
         y = normed_again(spec.outputs.before, x, tensors.before, saved.rstd, layout.dtype)
     if again:
-        gate_up = first_gemm(y, tensors.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed, factors.gate_up)
+        gate_up = first_gemm(y, weights.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed, factors.gate_up)
         both = None if inner is None else gate_and_up(y, inner, again=True)
     of_branch = tensors.behind, saved.branch, saved.branch_rstd
     dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
-    inputs, of_weights = (y, saved.expert, rounded(saved.scores, layout.dtype), *tensors.experts), needed.experts
+    inputs = y, saved.expert, rounded(saved.scores, layout.dtype), *weights
+    of_weights = needed.gate_up, needed.down, needed.gate_up_bias, needed.down_bias
     needs = [need_total, need_logits, *of_weights]
     dy, dscores, *found, of_factors = experts_backward(
         dbranch, inputs, gate_up, saved.routing, spec.gate, needs, factors, need_factors
     )  # fmt: skip
-    del gate_up, inputs
+    del gate_up, inputs, weights
     dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
     for adapter, each in zip(_adapters(spec, tensors), of_factors):
         dweights += (None, None) if adapter is None or each is None else adapter.gradients(each)
@@ -291,7 +298,7 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
 def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype: torch.dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
     x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
-    gate_up, down, gate_up_bias, down_bias = tensors.experts
+    gate_up, down, gate_up_bias, down_bias = _experts(spec, tensors)
     need_floats(x=x)
     if x.dim() == 0 or down.dim() != 3:
         fail("weights.down", describe(down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
@@ -380,7 +387,10 @@ def norm_experts(
     shared_gate = None if shared is None else shared.gate
     of_adapters = [tensor for each in adapters for tensor in (each[:2] if each else (None, None))]
     scalings = adapters.gate_up.scaling if adapters.gate_up else 1.0, adapters.down.scaling if adapters.down else 1.0
-    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *weights, *of_adapters)
-    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits, bool(recompute), scalings)
+    coded = [each if isinstance(each, CodedExperts) else None for each in weights[:2]]
+    plain = [None if code else each for code, each in zip((*coded, None, None), weights)]
+    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *plain, *of_adapters)
+    options = gate, router.top_k, router.normalised, router.by_logits, bool(recompute), scalings
+    description = SparseSpec(spec, *options, (coded[0], coded[1]))
     with without_autocast(x.device):
         return _node(description, tensors, groups, (), x.dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.nn.functional import pad
 
+from .four_bits import Weight, dense
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .second_run import are_watched
 
@@ -89,10 +90,10 @@ def narrow_mm(x: torch.Tensor, factors: Factors, groups: Groups) -> torch.Tensor
 
 
 def adapted_mm(
-    x: torch.Tensor, weight: torch.Tensor, factors: Optional[Factors], groups: Groups, low: Optional[torch.Tensor] = None
+    x: torch.Tensor, weight: Weight, factors: Optional[Factors], groups: Groups, low: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
-    """`grouped_mm` with an adapter, if there is one. low: of `narrow_mm`, where it has been made."""
-    y = grouped_mm(x, weight, groups)
+    """`grouped_mm` with an adapter, if there is one. weight: a tensor or `CodedExperts`. low: of `narrow_mm`, where it has been made."""
+    y = grouped_mm(x, dense(weight), groups)
     if factors is None:
         return y
     low = narrow_mm(x, factors, groups) if low is None else low

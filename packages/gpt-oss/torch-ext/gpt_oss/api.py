@@ -8,6 +8,7 @@ _calls = Interface(__package__, [SERVED], layers)
 apply = _calls.apply
 kernelize = _calls.kernelize
 eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
 sixteen_bits = _calls.sixteen_bits
 explain = _calls.explain
 report = _calls.report

@@ -8,18 +8,21 @@ import torch
 
 from ...ops.common import autocasts, constant_when_traced
 from ...ops.experts import experts
+from ...ops.four_bits import CodedExperts, dense
 from ...runtime.device import PLAIN
 from ..parts.explanation import Reason
+from ..parts.four_bit_experts import weight_or_codes
 from ..parts.lookups import replaced_below
 from ..parts.modules import SAVED, is_silu, is_transformers_own, original_forward
 from ..parts.offers import offer, withdraw
 
+WEIGHTS = "gate_up_proj", "down_proj"
 MOE = "transformers.integrations.moe"
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
 OFFERED = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
 
 
-def _experts_gate(layer):
+def experts_gate(layer):
     """The gate of a module of experts as `experts` takes it, or None for one that it does not know.
 
     `_apply_gate` is what transformers' implementations call between the two projections: its own default one for gate before up,
@@ -45,18 +48,18 @@ def _is_own_gate(gate) -> bool:
 
 
 def experts_or_reason(layer):
-    """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them; or the `Reason`
-    why `experts` is not for it."""
-    gate = _experts_gate(layer)
+    """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them, but for weights
+    in four bits, which are `CodedExperts`; or the `Reason` why `experts` is not for it."""
+    gate = experts_gate(layer)
     if gate is None:
         return Reason("called", "the gate of experts is one that is not known")
     replaced = replaced_below(sys.modules[MOE].grouped_mm_experts_forward) or replaced_below(original_forward(layer))
     if replaced:
         return Reason("below", replaced)
-    weights = [layer.gate_up_proj, layer.down_proj]
+    weights = [weight_or_codes(layer, name) for name in WEIGHTS]
     if layer.has_bias:
         weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
-    if not all(type(weight) in PLAIN and weight.dtype == weights[0].dtype for weight in weights):
+    if not all(type(weight) in (*PLAIN, CodedExperts) and weight.dtype == weights[0].dtype for weight in weights):
         return Reason("tensor", "a weight of experts is not an ordinary tensor, or of another dtype than the others")
     return weights, {**gate, "transposed": layer.is_transposed}
 
@@ -66,7 +69,7 @@ def _known_experts(layer, hidden, index, scores):
     found = None if index is None or scores is None else experts_or_reason(layer)
     if found is None or isinstance(found, Reason) or not all(type(tensor) in PLAIN for tensor in (hidden, index, scores)):
         return None
-    weights, options = found
+    weights, options = [dense(each) for each in found[0]], found[1]
     flat = hidden.reshape(-1, hidden.shape[-1]).to(weights[0].dtype)
     # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
     with torch.autocast(hidden.device.type, enabled=False) if autocasts(hidden.device) else nullcontext():

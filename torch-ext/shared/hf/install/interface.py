@@ -6,7 +6,7 @@ from torch import nn
 
 from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from ..family import options, ownership, versions
-from ..layer import eight_bit_weights
+from ..layer import eight_bit_weights, four_bit_weights
 from ..say import doctor
 from . import one_model, patching, warmup
 from .served import Served
@@ -96,13 +96,35 @@ class Interface:
         (`model.requires_grad_(False)` freezes all), is not finite, or is held by another kind of layer, and where another library has
         quantised the model; nothing is changed then. Raises TypeError when the model has no dense decoder layers of this kind.
         """
-        layers = [(own, layer) for layer in model.modules() for own in self.rows if warmup.is_layer_of(own, layer)]
-        return eight_bit_weights.eight_bits(layers, model)
+        return eight_bit_weights.eight_bits(self._layers_of(model), model)
+
+    def four_bits(self, model, kind=None):
+        """Turns the frozen weights of experts to four bits, in place, and returns the model: a quarter of their memory.
+
+        gate_up and down of every decoder layer with experts become MXFP4, as GPT-OSS was released, which gives such a model its released
+        numbers back exactly; or NF4 by bitsandbytes, with its double quantisation. Routers, shared experts, biases, attention, embeddings
+        and head stay as they are. A layer makes each weight anew for a product and frees it, so nothing of its size is kept for the
+        backward pass. Experts that bitsandbytes keeps in four bits already are taken as they are.
+
+        Call it before or after `kernelize` and `apply`, after `get_peft_model` (PEFT finds the names of weights in four bits only where
+        `target_parameters` has them in full), and before DDP and FSDP2. Adapters are saved as usual. State dicts have GPT-OSS's blocks and
+        scales, or what bitsandbytes saves of parameters; `save_pretrained` writes the former, and raises for the latter. Merging adapters
+        writes to weights and is refused: call `sixteen_bits(model)` first.
+
+        model: alone or inside another module (PEFT), on its device. kind: "mxfp4", for GPT-OSS alone, or "nf4"; by default the first where
+        it is possible. Raises ValueError that names the weight where one is to be trained, is not finite, or is of another kind, and where
+        another library has quantised the model; nothing is changed then. Raises TypeError when the model has no layers of experts, and
+        ImportError for "nf4" without bitsandbytes.
+        """
+        return four_bit_weights.four_bits(self._layers_of(model), model, kind)
+
+    def _layers_of(self, model):
+        return [(own, layer) for layer in model.modules() for own in self.rows if warmup.is_layer_of(own, layer)]
 
     def sixteen_bits(self, model):
-        """Turns what `eight_bits` did back, in place, and returns the model: torch.nn.Linear again, with frozen weights of the numbers that
-        the codes stand for, in the dtype of before. What `eight_bits` rounded stays rounded. Does nothing to a model without such weights.
-        """
+        """Turns what `eight_bits` and `four_bits` did back, in place, and returns the model: torch.nn.Linear and parameters of experts,
+        frozen, with the numbers that the codes stand for, in the dtype of before. What was rounded stays rounded. Does nothing to a model
+        without such weights."""
         return eight_bit_weights.sixteen_bits(model)
 
     def explain(self, model):

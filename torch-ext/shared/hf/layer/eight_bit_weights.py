@@ -10,6 +10,7 @@ from ...ops.quantised import quantise_together
 from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
+from ..parts.four_bit_experts import give_back
 from ..parts.weights import held, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
@@ -88,31 +89,32 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
     for prefix, group in groups:  # all of them, before anything is changed
         linears = {prefix + name: _below_adapters(linear) for name, linear in group.items()}
         found.append([_found(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])
-    configs = _configs(model)
+    configs = configs_of(model, "fp8")
     for of_one_input in filter(None, found):
         codes, scale = quantise_together([each.numbers() for each in of_one_input])
         for (linear, _, dtype), each in zip(of_one_input, codes):
             EightBitLinear.take(linear, each, scale.clone(), dtype)
     for part, config in configs:
         setattr(config, CONFIG, _as_fine_grained(part))
-        _save_as_they_are(part)
+        save_as_they_are(part, "Fp8Dequantize")
     return model
 
 
 def sixteen_bits(model: nn.Module) -> nn.Module:
-    """Turns weights in eight bits back; see `sixteen_bits` of a package."""
+    """Turns weights in eight and in four bits back; see `sixteen_bits` of a package."""
     for module in model.modules():
         if isinstance(module, EightBitLinear):
             module.give_back()
-    for _, config in _configs(model):
+        give_back(module)
+    for _, config in configs_of(model, "fp8", "mxfp4"):
         if getattr(config, CONFIG, None) is not None:
             delattr(config, CONFIG)
     return model
 
 
-def _configs(model: nn.Module) -> List[Tuple[nn.Module, Any]]:
-    """[(model of transformers, its configuration)], of those that `save_pretrained` writes. Raises ValueError for one that another
-    library has quantised."""
+def configs_of(model: nn.Module, *known: str) -> List[Tuple[nn.Module, Any]]:
+    """[(model of transformers, its configuration)], of those that `save_pretrained` writes. Raises ValueError for one that is quantised by
+    another method than those that are known."""
     from transformers import PreTrainedModel
 
     found: Dict[int, Tuple[nn.Module, Any]] = {}
@@ -121,7 +123,7 @@ def _configs(model: nn.Module) -> List[Tuple[nn.Module, Any]]:
             found.setdefault(id(module.config), (module, module.config))
     for _, config in found.values():
         method = getattr(getattr(config, CONFIG, None), "quant_method", None)
-        if method is not None and str(getattr(method, "value", method)) != "fp8":
+        if method is not None and str(getattr(method, "value", method)) not in known:
             fail("model", f"quantised by {method}", "one whose weights are in 16 bits")
     return list(found.values())
 
@@ -136,12 +138,13 @@ def _as_fine_grained(model: nn.Module):
     return FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), modules_to_not_convert=plain)
 
 
-def _save_as_they_are(model: nn.Module) -> None:
-    """Has transformers save the weights of a model that it loaded from codes as they are now, which it would quantise again."""
+def save_as_they_are(model: nn.Module, operation: str) -> None:
+    """Has transformers save the weights of a model that it loaded from codes as they are now, which it would quantise again, or give the
+    names of codes. operation: with which it took the codes apart."""
     conversions = getattr(model, "_weight_conversions", None) or ()
     names = [[type(each).__name__ for each in getattr(conversion, "operations", None) or ()] for conversion in conversions]
-    if ["Fp8Dequantize"] in names:
-        kept = [conversion for conversion, each in zip(conversions, names) if each != ["Fp8Dequantize"]]
+    if [operation] in names:
+        kept = [conversion for conversion, each in zip(conversions, names) if each != [operation]]
         model._weight_conversions = kept  # type: ignore[assignment]
 
 

@@ -8,6 +8,7 @@ from ...decoder.projection import is_traceable
 from ...decoder.shared_expert import SharedExpert
 from ...decoder.sparse import ExpertOptions, ExpertTensors, Router
 from ...ops.expert_adapters import ExpertAdapters
+from ...ops.four_bits import CodedExperts
 from ...runtime.device import PLAIN
 from ..family.experts import experts_or_reason, is_default
 from ..family.families import Sparse
@@ -49,9 +50,11 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     if isinstance(found, Reason):
         return found
     weights, options = found
+    if torch.compiler.is_compiling() and any(isinstance(each, CodedExperts) for each in weights):
+        return Reason("called", "torch.compile, for experts in four bits")
     weight, bias = held(router, "weight"), held(router, "bias")
     for each in (weight, *([] if bias is None else [bias]), *weights):
-        if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
+        if type(each) not in (*PLAIN, CodedExperts) or not each.dtype == x.dtype == dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
     weight = router_weight_or_reason(parts[sparse.router], dtype, weight)
     if isinstance(weight, Reason):

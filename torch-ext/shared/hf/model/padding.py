@@ -19,6 +19,7 @@ from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ...ops.attention import takes_dtype, takes_heads
 from ...ops.common import autocasts
@@ -38,6 +39,7 @@ from ..attention.masks import (
 from ..capture.capture import is_wanted, length_with_graphs
 from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
+from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
@@ -52,6 +54,7 @@ OF_TORCH = {
     *(nn.Linear, EightBitLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
     *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+    *(Mxfp4, Nf4, Parametrizations),
 }
 OF_TRANSFORMERS = (
     *("transformers.activations", "transformers.pytorch_utils"),
@@ -82,7 +85,8 @@ def _is_known(cls: Any, modeling: str) -> bool:
     """True for a class whose modules leave each token to itself, or whose attention is the decoder's: it is one of the decoder's module in
     transformers or of the libraries above, with the forward that it has there or one of ours. False for a user's class, and for a class
     whose forward or call was replaced. modeling: the decoder's module."""
-    cls, forward, call = _inside_fsdp(cls), inside(cls.forward), cls.__call__
+    cls = _as_it_was(cls)
+    forward, call = inside(cls.forward), cls.__call__
     key = cls, forward, call, modeling
     if key in _known:
         return True
@@ -104,15 +108,17 @@ def _is_defined_as(function, cls: type, name: str) -> bool:
     return is_defined_by(cls.__mro__, function, name)
 
 
-def _inside_fsdp(cls: Any) -> Any:
-    """The class of which FSDP2 has made another one, which keeps its forward; any other class itself."""
+def _as_it_was(cls: Any) -> Any:
+    """The class of which FSDP2, or PyTorch for a parametrized weight, has made another one, which keeps its forward; any other class
+    itself."""
     made = len(cls.__mro__) > 2 and cls.__mro__[1].__module__.startswith(FSDP)
-    return cls.__mro__[2] if made else cls
+    cls = cls.__mro__[2] if made else cls
+    return cls.__mro__[1] if cls.__module__ == parametrize.__name__ and cls.__mro__[1] is not nn.ModuleList else cls
 
 
 def _may_see_padding(modules) -> bool:
     """True if one of a decoder's modules, the decoder first, may do something to padding or to a whole row that its result shows."""
-    modeling = _inside_fsdp(type(modules[0])).__module__
+    modeling = _as_it_was(type(modules[0])).__module__
     kinds = {type(module) for module in modules}
     if _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds):
         return True

@@ -23,13 +23,13 @@ BLOCK = 128  # rows and columns for which FineGrainedFP8 has a scale; all of a w
 WRITES = "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__"  # and every method whose name ends in "_"
 SHARING = vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach  # what gives the same memory again, and is no view
 REFUSED = (
-    "a weight in eight bits cannot be written to: its numbers are made when they are read. Call sixteen_bits(model) first, for example "
-    "before merge_and_unload()"
+    "a weight in eight or four bits cannot be written to: its numbers are made when they are read. Call sixteen_bits(model) first, for "
+    "example before merge_and_unload()"
 )
 
 
-class _ReadOnly(torch.Tensor):
-    """The numbers of a weight in eight bits. A write would be lost, so it raises RuntimeError."""
+class ReadOnly(torch.Tensor):
+    """The numbers of a weight in codes. A write would be lost, so it raises RuntimeError."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -97,7 +97,7 @@ class EightBitLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         dense = self.in_codes().dense(self.dense_dtype)
-        return dense.as_subclass(_ReadOnly) if is_plain(dense) else dense
+        return dense.as_subclass(ReadOnly) if is_plain(dense) else dense
 
     @property
     def weight_scale_inv(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ..attention.attention_choice import name_that_is_kept, runs_between_exchang
 from ..capture.capture import captured_passes, captured_sizes
 from ..family import ownership
 from ..layer.eight_bit_weights import explain_weights
+from ..layer.four_bit_weights import explain_experts
 from ..layer.offload import explain_offload
 from ..model import trl
 from ..model.causal_lm import why_logits_are_made
@@ -82,7 +83,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     found: Counter = Counter()
     explain_losses(found, model, causal_lms, losses, unknown.get(LOSS))
     for layer, explain_layer in layers:
-        for pair in explain_weights(layer):
+        for pair in (*explain_weights(layer), *explain_experts(layer)):
             found[pair] += 1
         if not ownership.runs_ours(layer):
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1

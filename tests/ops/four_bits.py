@@ -1,0 +1,194 @@
+"""Experts in four bits: MXFP4's codes and numbers bit for bit, and the decoder layer's node over them (`expert_adapters`)."""
+
+import importlib
+import itertools
+
+import torch
+
+from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, leaf, on_cpu, randn
+from tests.ops.decoder_nodes import part_of
+from tests.ops.expert_adapters import BOTH, adapted_leaves, arguments_of
+
+FP64 = torch.float64
+
+
+def four_bits_of(ops):
+    return importlib.import_module(f"{ops.__name__}.shared.ops.four_bits")
+
+
+def number_of(code: int, scale: int) -> float:
+    """What a code of e2m1 (sign, two bits of exponent, one of mantissa) stands for in a block with a scale."""
+    if scale == 255:
+        return float("nan")
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return (-1.0 if code & 8 else 1.0) * size * 2.0 ** (scale - 127)
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    numbers = torch.where(expected.isnan(), 0.0, expected)
+    signs = torch.equal(found.nan_to_num(0.0, torch.inf, -torch.inf).signbit(), numbers.signbit())
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(0.0, torch.inf, -torch.inf), numbers) and signs
+
+
+def check_numbers(ops, device):
+    """Every byte with every scale."""
+    module = four_bits_of(ops)
+    byte, scale = torch.arange(256, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
+    blocks, scales = byte.view(1, 16, 16).repeat(256, 1, 1).to(device), scale[:, None].repeat(1, 16).to(device)
+    found = {dtype: module.dense_of_blocks(blocks, scales, dtype) for dtype in (BF16, FP16, FP32, FP64)}
+    exact = torch.tensor([[(number_of(b & 15, s), number_of(b >> 4, s)) for b in range(256)] for s in range(256)], dtype=FP64).flatten(1)
+    for dtype, numbers in found.items():
+        assert numbers.dtype == dtype and same_bits(numbers.cpu(), exact.to(dtype)), f"numbers in {dtype}"
+    assert torch.equal(found[BF16][:254].double(), found[FP32][:254].double()), "bf16 holds them all"
+
+
+def check_slabs(ops, device):
+    """Taken apart in several turns, of which the last one is shorter."""
+    module = four_bits_of(ops)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 5, 3, 16), dtype=torch.uint8, generator=generator).to(device)
+    scales = torch.randint(100, 150, (2, 5, 3), dtype=torch.uint8, generator=generator).to(device)
+    whole, before = module.dense_of_blocks(blocks, scales, BF16), module.SLAB
+    assert whole.shape == (2, 5, 96)
+    try:
+        for module.SLAB in (1, 7, 30):
+            assert torch.equal(module.dense_of_blocks(blocks, scales, BF16), whole)
+    finally:
+        module.SLAB = before
+    assert torch.equal(module.dense_of_blocks(blocks[1:, 2:], scales[1:, 2:], BF16), whole[1:, 2:])
+    assert module.dense_of_blocks(blocks[:0], scales[:0], BF16).shape == (0, 5, 96)
+
+
+def check_codes(ops, device, dtype):
+    """The nearest number of a block, of two at one distance the one whose last bit is zero, with the least scale that saturates nothing."""
+    module = four_bits_of(ops)
+    weight = randn(2, 48, 96, dtype=dtype, device=CPU)
+    weight[0] *= torch.exp2(torch.arange(48.0) - 24)[:, None].to(dtype) if dtype != FP16 else 1
+    weight[1, 0], weight[1, 1], weight[1, 2, :32] = 0.0, -0.0, -6.0
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    weight[1, 3, :16], weight[1, 3, 16:32] = torch.cat((middles, -middles)).to(dtype), torch.cat((middles, -middles)).to(dtype) / 2
+    blocks, scales = (each.cpu() for each in module.blocks_of(weight.to(device)))
+    exact = weight.double().unflatten(-1, (-1, 32))
+    largest = exact.abs().amax(-1)
+    power = torch.where(largest > 0, torch.ceil(torch.log2(largest.clamp(min=2.0**-140) / 6)), -127.0).clamp(min=-127)
+    assert torch.equal(scales.double() - 127, power), "scales"
+    divided = exact / torch.exp2(power)[..., None]
+    table = torch.tensor([number_of(code, 127) for code in range(8)], dtype=FP64)
+    distance = (divided.abs()[..., None] - table).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    even = torch.tensor([2, 1] * 4)
+    codes = (nearest * even).argmax(-1) | (divided.signbit().long() << 3)
+    assert torch.equal(blocks.long(), (codes[..., ::2] | codes[..., 1::2] << 4)), "codes"
+    numbers = module.dense_of_blocks(blocks, scales, FP32)
+    again = module.blocks_of(numbers)
+    assert same_bits(module.dense_of_blocks(*again, FP32), numbers), "numbers of such blocks are not rounded again"
+
+
+def coded_weights(ops, leaves, gpt_oss):
+    """The leaves with weights that MXFP4 holds, and the same weights in codes."""
+    module, coded = four_bits_of(ops), {}
+    for name in BOTH:
+        weight = leaves[name].detach()
+        blocks, scales = module.blocks_of(weight.transpose(1, 2) if gpt_oss else weight)
+
+        def make(blocks=blocks, scales=scales, dtype=weight.dtype):
+            found = module.dense_of_blocks(blocks, scales, dtype)
+            return found.transpose(1, 2) if gpt_oss else found
+
+        leaves[name] = leaf(make()).requires_grad_(False)
+        coded[name] = module.CodedExperts(make, weight.shape, weight.dtype, weight.device)
+        turned = coded[name].transpose(1, 2)
+        assert turned.shape == module.dense(turned).shape, "the shape of a weight the other way"
+    return leaves, coded
+
+
+def check_coded_experts(ops, device, dtype=BF16, *, gpt_oss=False, on=BOTH, coded=BOTH, recompute=False, again=False):
+    """The bits that the numbers give, and nothing of a weight's size is kept for the backward pass. coded: the weights in codes. again: a
+    second backward pass."""
+    sparse, found = part_of(ops, "sparse"), []
+    for names in ((), coded):
+        leaves, codes = coded_weights(ops, adapted_leaves(dtype, device, 11, 64, 32, 5, 8, on, False, gpt_oss), gpt_oss)
+        for name, tensor in leaves.items():
+            tensor.requires_grad_(name not in coded)
+        arguments, options = arguments_of(ops, leaves | {name: codes[name] for name in names}, 2, (2.0, 0.6), gpt_oss)
+        kept: list = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
+            y = sparse.norm_experts(*arguments, recompute=recompute, **options)
+        numbers = {leaves[name].numel() for name in names}
+        assert not [tensor for tensor in kept if tensor.dim() == 3 and tensor.numel() in numbers], "a weight is kept"
+        dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
+        for _ in range(1 + again):
+            for tensor in leaves.values():
+                tensor.grad = None
+            y.backward(dy, retain_graph=again)
+        found.append([y.detach(), *(tensor.grad for name, tensor in leaves.items() if name not in coded)])
+    assert len(found[0]) > 3 and all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "not the bits of the numbers"
+
+
+def check_reference(ops):
+    """PyTorch's operations over weights in codes, as for tensors that no kernel takes."""
+    sparse, found = part_of(ops, "sparse"), []
+    leaves, codes = coded_weights(ops, adapted_leaves(FP64, CPU, 7, 64, 32, 5, 4, BOTH, False, True), True)
+    for weights in ({}, codes):
+        arguments, options = arguments_of(ops, leaves | weights, 2, (2.0, 0.6), True)
+        x, rest = arguments[0], arguments[1:]
+        found.append(torch.func.grad(lambda x, rest=rest, options=options: sparse.norm_experts(x, *rest, **options).square().sum())(x))
+    assert torch.equal(*found)
+
+
+def check_wrong_codes(ops):
+    """Codes of another shape or dtype are refused by name."""
+    for name, change in itertools.product(BOTH, ({"shape": torch.Size((5, 8, 8))}, {"dtype": FP16}, {"shape": torch.Size((8, 8))})):
+        leaves, codes = coded_weights(ops, adapted_leaves(BF16, CPU, 3, 64, 32, 5, 2, (), False, False), False)
+        arguments, options = arguments_of(ops, leaves | codes | {name: codes[name]._replace(**change)}, 2, (1.0, 1.0), False)
+        try:
+            part_of(ops, "sparse").norm_experts(*arguments, **options)
+        except ValueError as error:
+            assert "weights." in str(error), error
+        else:
+            raise AssertionError(f"{name} is taken")
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "numbers": on_cpu(check_numbers),
+    "slabs": on_cpu(check_slabs),
+    "codes": on_cpu(check_codes, FP32),
+    "codes_half": on_cpu(check_codes, BF16),
+    "coded": on_cpu(check_coded_experts),
+    "coded_gpt_oss": on_cpu(check_coded_experts, gpt_oss=True),
+    "coded_again": on_cpu(check_coded_experts, FP32, gpt_oss=True, recompute=True, again=True, on=("down",)),
+    "coded_one": on_cpu(check_coded_experts, coded=("gate_up",), on=()),
+    "coded_other": on_cpu(check_coded_experts, FP16, coded=("down",), on=("gate_up",), recompute=True),
+    "coded_reference": check_reference,
+    "coded_wrong": check_wrong_codes,
+}
+_CODES, _SPARSE = "shared/ops/four_bits.py", "shared/decoder/sparse.py"
+MUTANTS = [
+    *errors_in(_CODES, "numbers", "_table",
+         ("codes[byte & 15], codes[byte >> 4]", "codes[byte >> 4], codes[byte & 15]"),
+         ("scale - 127", "scale - 126"),
+         (".where(scale < 255, torch.nan)", ""),
+         ("(sizes, -sizes)", "(sizes, sizes)")),
+    *errors_in(_CODES, "slabs", "dense_of_blocks",
+         ("start + SLAB)", "start + SLAB - 1)"),
+         ("(scales[place].int() << 8)", "(scales[place].int() << 7)", "numbers"),
+         ("blocks.reshape(-1, PAIRS)", "blocks.transpose(0, 1).reshape(-1, PAIRS)")),
+    *errors_in(_CODES, "codes", "blocks_of",
+         ("bounds[list(UP)] = torch.nextafter(bounds[list(UP)], torch.zeros((), device=weight.device))", "pass"),
+         ("+ TO_NEXT", ""),
+         ("- TOP)", "- TOP + 1)"),
+         (".clamp_(min=0)", ""),
+         ("codes[..., ::2] | (codes[..., 1::2] << 4)", "codes[..., 1::2] | (codes[..., ::2] << 4)"),
+         ("grouped.signbit()", "(grouped < 0)"),
+         ("(254 - scale)", "(253 - scale)"),
+         ("blocks[expert], scales[expert] =", "blocks[0], scales[0] =")),
+    *errors_in(_CODES, "coded_gpt_oss", "CodedExperts.transpose",
+         ("self.make().transpose(*dims)", "2 * self.make().transpose(*dims)"),
+         ("(experts, columns, rows)", "(experts, rows, columns)")),
+    *errors_in(_CODES, "coded", "dense", ("weight.make()", "2 * weight.make()")),
+    *errors_in(_SPARSE, "coded_wrong", "_check", ('"weights.gate_up", gate_up', '"weights.gate_up", tensors.gate_up')),
+    *errors_in(_SPARSE, "coded_reference", "norm_experts_reference",
+         ("dense(gate_up), dense(down)", "dense(gate_up), dense(down) * (1 + isinstance(down, tuple))")),
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""Weights of experts that are kept in four bits: MXFP4 as OpenAI released GPT-OSS, and how grouped GEMMs take any of them.
+
+MXFP4 (OCP Microscaling Formats 1.0) has blocks of 32 numbers of a row, each a code of e2m1 times the block's power of two:
+
+    number = (0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign) * 2^(scale - 127)
+
+bf16 and float32 hold each of these exactly.
+"""
+
+import functools
+from typing import Callable, NamedTuple, Tuple, Union
+
+import torch
+
+from ..runtime.device import PLAIN
+
+BLOCK = 32  # numbers of a scale
+PAIRS = BLOCK // 2  # bytes of a block: the first number of two is in the lower four bits
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1's codes
+LEAST = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between them; a size there goes to the even code
+UP = tuple(i for i in range(len(LEAST)) if i % 2)  # those that go to the larger one of two
+TO_NEXT, TOP = 0x3FFFFF, 2  # added to bits of float32, it carries into the exponent what is more than 1.5 * 2^k; 6 is 1.5 * 2^2
+SLAB = 2**18  # blocks that are taken apart at once, whose temporary tensor has 16 MiB
+WIDER = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # two numbers of so many bytes as one
+
+
+class CodedExperts(NamedTuple):
+    """A frozen weight [experts, rows, columns] that is kept in fewer bits. It stands for the weight in grouped GEMMs, each of which makes
+    it for itself and frees it: nothing of its size is kept or saved. make: gives the weight, in its dtype and on its device."""
+
+    make: Callable[[], torch.Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def transpose(self, *dims: int) -> "CodedExperts":
+        """The weight the other way; dims: 1 and 2."""
+        experts, rows, columns = self.shape
+        return self._replace(make=lambda: self.make().transpose(*dims), shape=torch.Size((experts, columns, rows)))
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+Weight = Union[torch.Tensor, CodedExperts]
+
+
+def dense(weight: Weight) -> torch.Tensor:
+    """The tensor that a grouped GEMM multiplies by, of a tensor or of `CodedExperts`."""
+    return weight.make() if isinstance(weight, CodedExperts) else weight
+
+
+@functools.lru_cache(maxsize=None)
+def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[2^16]: by scale * 256 + byte, the two numbers of a byte as one of twice the size. A scale of 255 is NaN."""
+    sizes, byte, scale = torch.tensor(SIZES, dtype=torch.float64), torch.arange(256), torch.arange(256)
+    codes = torch.cat((sizes, -sizes))
+    power = torch.ldexp(torch.ones(256, dtype=torch.float64), scale - 127).where(scale < 255, torch.nan)
+    pairs = power[:, None, None] * torch.stack((codes[byte & 15], codes[byte >> 4]), -1)
+    return pairs.to(dtype).view(WIDER[dtype.itemsize]).flatten().to(device)
+
+
+def dense_of_blocks(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers [..., 32 * n] of codes in blocks, exact in bf16 and float32. blocks: [..., n, 16] uint8; scales: [..., n] uint8. Beside
+    the result there is never more than what SLAB says."""
+    out = torch.empty((*scales.shape[:-1], BLOCK * scales.shape[-1]), dtype=dtype, device=blocks.device)
+    if out.is_meta:
+        return out
+    table_of = _table if type(blocks) in PLAIN else _table.__wrapped__  # a tracer's tensors are not to be kept
+    table, pairs = table_of(dtype, blocks.device), out.view(WIDER[dtype.itemsize]).view(-1, PAIRS)
+    codes, scales = blocks.reshape(-1, PAIRS), scales.reshape(-1, 1)
+    for start in range(0, pairs.shape[0], SLAB):
+        place = slice(start, start + SLAB)
+        index = (scales[place].int() << 8) | codes[place]
+        torch.index_select(table, 0, index.flatten(), out=pairs[place].view(-1))
+    return out
+
+
+def blocks_of(weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(blocks [experts, rows, n, 16], scales [experts, rows, n]) uint8 of finite numbers [experts, rows, 32 * n], each rounded to the
+    nearest that its block has. The scale is the least one by which the block's largest number is at most 6, and rounds no number that
+    came from such blocks."""
+    shape = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
+    blocks = torch.empty((*shape, PAIRS), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    if weight.is_meta:
+        return blocks, scales
+    bounds = torch.tensor(LEAST, device=weight.device)
+    bounds[list(UP)] = torch.nextafter(bounds[list(UP)], torch.zeros((), device=weight.device))
+    for expert in range(weight.shape[0]):  # so that what is made in float32 is no larger than one of them
+        grouped = weight[expert].unflatten(-1, (-1, BLOCK)).float()
+        scale = (((grouped.abs().amax(-1).view(torch.int32) + TO_NEXT) >> 23) - TOP).clamp_(min=0)
+        sizes = grouped.abs() * ((254 - scale) << 23).view(torch.float32)[..., None]  # times 2^(127 - scale)
+        codes = torch.bucketize(sizes.contiguous(), bounds, out_int32=True).to(torch.uint8) | (grouped.signbit().to(torch.uint8) << 3)
+        blocks[expert], scales[expert] = codes[..., ::2] | (codes[..., 1::2] << 4), scale
+    return blocks, scales
