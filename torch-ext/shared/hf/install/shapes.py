@@ -180,6 +180,8 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
             name: (said[0][0]._replace(text="; ".join(why.text for why, _ in said)), sum(count for _, count in said))
             for name, said in unread.items() if said
         }  # fmt: skip
+        stays = "batches keep their padding: what a decoder without a row does between its layers is not read"
+        left["padding"] = Reason("padding", stays), len(read)
         return explain(model, read, [], left, losses)
     found: Counter = Counter()
     parts = _all_parts(shapes, model)

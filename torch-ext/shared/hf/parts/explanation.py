@@ -48,6 +48,7 @@ ADVICE = {
     "default": "put transformers' own function back, or leave attention to it; every other part is fused",
     "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
+    "padding": "pack the texts, or sort them by length",
     "eight_bits": "nothing: these products are in bf16",
     "node": "have that part fused, and this one is too",
     "model": "",
