@@ -186,16 +186,35 @@ def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
         wanted = commutes("add", plain, commutes("multiply", score, Op("mlp", shared[0], (INPUT,))))
     if not isinstance(value, Tensor) or value != Tensor(wanted, ("B", "S", reading.hidden)):
         raise NotServed(f"{found.text.name} returns {getattr(value, 'op', value)}")
-    if getattr(original_forward(experts), "__globals__", {}).get("__name__") != MOE:
-        raise NotServed(f"{type(experts).__name__} has no use_experts_implementation of transformers around it")
-    why = experts_or_reason(experts)
-    if isinstance(why, Reason):
-        raise NotServed(f"{type(experts).__name__}: {why.text}")
+    router_indices = _router_indices(experts)
     if shared and _mlp(reading, index, (*at, shared[0]))["activation"] != "silu":
         raise NotServed(f"{shared[0]} has another activation than SiLU")
     reading.keep(at, found)
     classes = type(module).__name__, type(parts[router]).__name__, type(experts).__name__
-    return Sparse(classes, router, kind.by_logits, "".join(shared), "router_indices" in argument_names(original_forward(experts)))
+    return Sparse(classes, router, kind.by_logits, "".join(shared), router_indices)
+
+
+def _router_indices(experts: nn.Module) -> bool:
+    """Whether experts are called with arguments of that name, of a module that our grouped products are for. Raises `NotServed`."""
+    name, forward = type(experts).__name__, original_forward(experts)
+    if getattr(forward, "__globals__", {}).get("__name__") != MOE:
+        raise NotServed(f"{name} has no use_experts_implementation of transformers around it")
+    why = experts_or_reason(experts)
+    if isinstance(why, Reason):
+        raise NotServed(f"{name}: {why.text}")
+    return "router_indices" in argument_names(forward)
+
+
+def experts_of_called(blocks: Sequence[Any]) -> Dict[str, bool]:
+    """The experts in blocks that are called whose products may be ours: by the name of the class, `router_indices` of a `Sparse`."""
+    found: Dict[str, bool] = {}
+    for experts in (block._modules.get("experts") for block in blocks):
+        try:
+            if experts is not None:
+                found[type(experts).__name__] = _router_indices(experts)
+        except NotServed:
+            pass
+    return found
 
 
 def _block(reading: Reading, name: str) -> Facts:

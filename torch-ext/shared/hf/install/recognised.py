@@ -13,7 +13,7 @@ from ..family.arguments import forward_like
 from ..family.calls import kind_of
 from ..family.layer_reader import alike
 from ..family.ownership import describe, slot_of
-from ..family.row_reader import Row, class_names, row_of
+from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import decoder_layer_forward
@@ -96,7 +96,8 @@ def _recognised(layers: Tuple[Any, ...], small: Small, experts: bool) -> Recogni
     if row.family.sparse is not None and not experts:
         row = _without_experts(row)
     family = row.family
-    own = RecognisedLayer(row, class_names(small.layers, family))
+    blocks = [layer._modules[family.block] for layer in small.layers]
+    own = RecognisedLayer(row, class_names(small.layers, family), experts_of_called(blocks) if experts and family.sparse is None else {})
     kinds: Dict[Any, int] = {}
     for i, (layer, copy, tests) in enumerate(zip(layers, small.layers, row.tests)):
         _check_parts(layer, copy)

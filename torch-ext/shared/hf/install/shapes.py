@@ -25,7 +25,7 @@ from ..parts.modules import without_decorators
 from ..parts.texts import globals_in, text_of
 from ..parts.weights import held
 from ..say.explain import explain, explain_losses
-from .layers import experts_of, mlp_of, rms_norm_of
+from .layers import mlp_of, rms_norm_of
 from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise
 from .small_copy import experts_in
 
@@ -62,10 +62,11 @@ class Shapes:
     def put_on_layers(self, found: Recognised, told: Mapping[str, Any]) -> List[nn.Module]:
         """Gives the layers of a decoder, and the experts in them, forwards of ours. told: what is noted on each layer. Returns the layers
         that keep the forward of another library's or the user's."""
-        family, others = found.own.family, []
+        others = []
         for layer, facts in zip(found.layers, found.row.tests):
-            for module in experts_in(family, layer):
-                bind(module, experts_of(family).forward)
+            for module, forward in experts_in(found.own, layer):
+                if not other_owner(module):
+                    bind(module, forward)
             if slot_of(layer) in vars(layer) and other_owner(layer):
                 others.append(layer)
             else:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import textwrap
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from ...ops.common import fail
 from ..family.arguments import CACHE
 from ..family.calls import ANGLES, argument_names, kind_of
-from ..family.families import Family
 from ..family.ownership import bind, unbind
 from ..family.probes import Angles, angles_of
 from ..layer.decoder_layer import decoder_layer_forward
@@ -165,9 +164,9 @@ def check_on_copy(own: RecognisedLayer, small: Small, index: int, dtype: torch.d
                 wanted = _run(layer, original_forward(layer), dict(named), each, inputs)
         except Exception as error:  # of the class itself, with arguments that it does not know
             raise NotServed(f"a small copy of {name} does not run: {type(error).__name__}: {error}") from None
-        experts = experts_in(own.family, layer)
-        for module in experts:
-            bind(module, made.experts_of(own.family).forward)
+        experts = experts_in(own, layer)
+        for module, forward in experts:
+            bind(module, forward)
         reasons = [reason for _, reason in own.explain(layer, inputs[:1, :1].to(each)) if reason is not None]
         if any(reason.code not in ("called", "node", "eight_bits") for reason in reasons):
             raise NotServed(f"the fused layer would not serve {name}: {reasons[0].text}")
@@ -175,17 +174,18 @@ def check_on_copy(own: RecognisedLayer, small: Small, index: int, dtype: torch.d
             found = _run(layer, functools.partial(_fused, own), dict(named), each, inputs)
         except Exception as error:  # of a part that is called, with arguments that it does not know
             raise NotServed(f"the fused layer of {name} does not run: {type(error).__name__}: {error}") from None
-        for module in experts:
+        for module, _ in experts:
             unbind(module)
         worst = max(_difference(mine, other) for mine, other in zip(found, wanted))
         if not worst <= DIFFERENCE[each]:
             raise NotServed(f"the fused layer of {name} differs from its own forward by {worst:.1e} in {each}, on a small copy")
 
 
-def experts_in(family: Family, layer: nn.Module) -> List[nn.Module]:
-    """The modules of experts in a layer that a row knows."""
-    name = family.sparse and family.sparse.classes[2]
-    return [module for module in layer.modules() if type(module).__name__ == name]
+def experts_in(own: RecognisedLayer, layer: nn.Module) -> List[Tuple[nn.Module, Callable[..., Any]]]:
+    """The modules of experts in a layer, each with the forward of ours for it."""
+    kinds = own.experts
+    found = [(module, kinds.get(type(module).__name__)) for module in layer._modules[own.family.block].modules()]  # type: ignore[union-attr]
+    return [(module, made.experts_named(indices).forward) for module, indices in found if indices is not None]
 
 
 def _fused(own: RecognisedLayer, layer, **named) -> Any:

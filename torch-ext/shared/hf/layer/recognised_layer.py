@@ -25,13 +25,15 @@ GIVEN = "attention_mask", CACHE, "position_embeddings"  # None where a layer was
 
 
 class RecognisedLayer(FusedLayer):
-    """A row that no table has, as it was read. classes: the names of those that are taken apart."""
+    """A row that no table has, as it was read. classes: the names of those that are taken apart. experts: those whose forward is ours,
+    though the block around them is called: by the name of the class, `router_indices` of a `Sparse`."""
 
-    def __init__(self, row: Row, classes: Sequence[str]):
+    def __init__(self, row: Row, classes: Sequence[str], experts: Mapping[str, bool] = {}):
         family = row.family
         super().__init__(family)
         self.called, self.arguments, self.frame = row.called, row.arguments, row.frame
         self.classes = tuple(classes)
+        self.experts = experts if family.sparse is None else {family.sparse.classes[2]: family.sparse.router_indices}
         self._takes = {*map(named, family.takes)}
         self._told = {argument for _, argument, _ in row.frame.handed.names}
         # What the file of the model has under a name was read; later it may not be another thing.
@@ -44,7 +46,11 @@ class RecognisedLayer(FusedLayer):
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """As of `FusedLayer`, with a row that says that the others were read."""
         rows = super().explain(layer, x)
-        return rows if rows[0][0] == WHOLE else [(f"read: {type(layer).__name__}.forward", None), *rows]
+        if rows[0][0] == WHOLE:
+            return rows
+        experts = layer._modules[self.family.block]._modules.get("experts") if self.calls_mlp else None  # type: ignore[union-attr]
+        more = [("experts", None)] if type(experts).__name__ in self.experts and is_marked(own_forward(experts)) else []
+        return [(f"read: {type(layer).__name__}.forward", None), *rows, *more]
 
     def reason_of_called(self, name: str) -> Reason:
         return Reason("called", self.called[name])
