@@ -2,6 +2,8 @@
 the residual stream behind them, other arguments and results, layers of several kinds in one decoder. What is read runs with the same
 results; what is not understood is left alone, with the line."""
 
+import importlib
+
 import pytest
 
 from tests.cpu.test_recognised import FACTOR, LAYER, all_of, assert_same, fused, rows_of, said, step_of
@@ -133,3 +135,24 @@ def test_a_norm_that_is_called_has_hooks_and_another_class(decoders, mine):
     found = step_of(model)
     decoders.reset()
     found.assert_same(step_of(model), FACTOR)
+
+
+WRONG = {
+    "scaled behind": ("RecognisedLayer", "returned", lambda own, layer, x, mixed, given: x),
+    "all that attention returns": ("RecognisedLayer", "returned", lambda own, layer, x, mixed, given: (x, None)),
+    "norms that are called": ("FusedLayer", "normed", lambda own, layer, name, x: x),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_small_copy_shows_what_is_wrong(decoders, mine, monkeypatch, what):
+    """Planted errors: the layer is left alone, with what differs."""
+    changes, _ = READ[what]
+    cls, name, wrong = WRONG[what]
+    layers = importlib.import_module(f"{decoders.__name__}.shared.hf.layer.recognised_layer")
+    monkeypatch.setattr(getattr(layers, cls), name, wrong)
+    model = mine(*changes, source=source_of_other())
+    expected = step_of(model)
+    decoders.kernelize(model)
+    assert not words(decoders, model) and "differs from its own forward" in said(decoders, model), said(decoders, model)
+    step_of(model).assert_same(expected, FACTOR)
