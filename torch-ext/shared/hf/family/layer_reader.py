@@ -67,8 +67,8 @@ def same(values: Sequence[Any], what: str) -> Any:
 
 class Frame(NamedTuple):
     """What a layer does that a `Family` has no field for. handed: how attention is called. then: what is done to the residual stream behind
-    both branches, None for nothing. returns: None for the stream alone, or what stands in a tuple: "" for the stream, the number of one of
-    attention's results, or None. factors: as of an `Evaluator`."""
+    both branches, None where there is none. returns: None for the stream alone, or what stands in a tuple: "" for the stream, the number
+    of one of attention's results, or None. factors: as of an `Evaluator`."""
 
     handed: Handed
     then: Optional[Op]

@@ -34,7 +34,7 @@ class RecognisedLayer(FusedLayer):
         self.called, self.arguments, self.frame = row.called, row.arguments, row.frame
         self.classes = tuple(classes)
         self.experts = experts if family.sparse is None else {family.sparse.classes[2]: family.sparse.router_indices}
-        self._takes = {*map(named, family.takes)}
+        self._takes = {*family.takes, *map(named, family.takes)}
         self._told = {argument for _, argument, _ in row.frame.handed.names}
         # What the file of the model has under a name was read; later it may not be another thing.
         home = sys.modules[family.modeling]
