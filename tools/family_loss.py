@@ -23,6 +23,14 @@ PART = "loss without logits"
 TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
 
 
+# What the defaults of configurations leave out, as released models have it.
+MISSING: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "nemotron": {"num_key_value_heads": 8},
+}
 OPERATIONS = "RMSNorm", "MLP", "rotary embedding"
 # What may become of a type's layers, the most first.
 LEVELS = {
@@ -69,13 +77,14 @@ def config_of(kind: str, cls: Any) -> Any:
 
 
 def built(kind: str, name: str, changes: Mapping[str, Any] = {}) -> Any:
-    """A model of the default configuration with some changes, without memory. Raises whatever its class raises."""
+    """A model of the default configuration, with what that leaves out and some changes, without memory. Raises whatever its class
+    raises."""
     import torch
     import transformers
 
     cls = getattr(transformers, name)
     config = config_of(kind, cls)
-    for changed, value in changes.items():
+    for changed, value in {**MISSING.get(kind, {}), **changes}.items():
         setattr(config, changed, value)
     with torch.device("meta"):
         return cls(config)

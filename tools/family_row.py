@@ -45,9 +45,11 @@ def row_of_model(package: Any, model: Any) -> Found:
     if not decoders:
         raise facts.NotServed(f"{type(model).__name__} has no module with embed_tokens and layers")
     decoder = decoders[0]
-    found = recognised.recognise(decoder)
-    if not isinstance(found, recognised.Recognised):
-        raise facts.NotServed(found.text)
+    found, *others = recognised.recognise(decoder)
+    if isinstance(found, recognised.Unread):
+        raise facts.NotServed(found.why.text)
+    if others or found.row.frame.then is not None or found.row.frame.returns is not None:
+        raise facts.NotServed(f"the layers of {type(decoder).__name__} are of several kinds, or do more than a row can say")
     family = found.own.family
     name = type(decoder).__name__
     head = head_of(package, model)

@@ -28,5 +28,5 @@ def test_the_tool_prints_the_row_of_a_default_configuration(capsys, name):
 
 
 def test_the_tool_says_which_line_stopped_it(capsys):
-    assert family_row.main(["transformers.models.cohere.modeling_cohere"]) == 1
-    assert "CohereDecoderLayer.forward" in capsys.readouterr().out
+    assert family_row.main(["transformers.models.doge.modeling_doge"]) == 1
+    assert "DogeDecoderLayer.forward" in capsys.readouterr().out

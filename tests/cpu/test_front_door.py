@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from tests.any_model import tiny_of
 from tests.cpu.conftest import REPOSITORY
 from tests.decoder_families import FACTOR, TOKENS, tiny
-from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+from tests.models import Step, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
 from tests.patched import step_without_small_gradients
 from tools.kernel_package import package_folders, public_names, read_package
 
@@ -122,6 +123,26 @@ def test_gpt_oss_is_fused_without_an_mlp(bastile):
     """The option of a part that a family has not changes nothing there."""
     bastile.apply(swiglu=False)
     assert is_fused(bastile, tiny_gpt_oss()) and not is_fused(bastile, tiny_model())
+
+
+@pytest.mark.parametrize("kind", ("glm4_moe-Glm4MoeForCausalLM", "minimax_m2-MiniMaxM2ForCausalLM", "deepseek_v3-DeepseekV3ForCausalLM"))
+def test_experts_are_ours_in_a_block_that_is_called(bastile, kind):
+    """Whose router no row can say: beside transformers' own, with a padded row, and taken off again."""
+    model = tiny_of(*kind.split("-"))
+    mask = torch.ones_like(TOKENS)
+    mask[1, :3] = 0
+    inputs = {"input_ids": TOKENS, "attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)}
+    expected = Step(model, **inputs)
+    bastile.kernelize(model)
+    fused = {row.part: row.count for row in bastile.explain(model).rows if row.fused}
+    assert fused["experts"] == sum(type(module).__name__.endswith("Experts") for module in model.modules()) > 0
+    found = Step(model, **inputs)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    largest = max(float(gradient.norm()) for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        assert float((found.gradients[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-2 * largest), name
+    bastile.reset()
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", MODELS)

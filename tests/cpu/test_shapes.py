@@ -78,7 +78,8 @@ def test_a_norm_that_computes_something_else_is_left_alone(decoders, mine, chang
     decoders.kernelize(model)
     step_of(model).assert_same(expected, 3)
     found = fused(decoders, model)
-    assert "RMSNorm" not in found and found["MLP"] == 2
+    assert "RMSNorm" not in found and found["q_proj, k_proj, v_proj, rotary"] == 2
+    assert all("forward" in vars(layer.mlp) for layer in model.model.layers)
     assert all(type(module).__name__ != "MineRMSNorm" or "forward" not in vars(module) for module in model.modules())
 
 

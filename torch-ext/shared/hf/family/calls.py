@@ -8,13 +8,13 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..parts.facts import Fact, Global, NotServed, Path, Text, forward_text, refused
+from ..parts.facts import Fact, Global, NotServed, Path, Text, refused
 from ..parts.facts import Module as Part
 from ..parts.modules import original_forward
 from ..parts.texts import text_that_runs
 from ..parts.weights import held
 from .arguments import CACHE as CACHE_NAME
-from .expressions import Op, Tensor, method_of
+from .expressions import INPUT, Op, Tensor, method_of
 
 ELEMENTWISE = {torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", torch.tanh: "tanh", nn.functional.tanh: "tanh"}
 IMPLEMENTATION = "config", "_attn_implementation"
@@ -36,7 +36,25 @@ MASK, CACHE, ANGLES, REST = Given("attention_mask"), Given("cache"), Given("posi
 INTERFACE, NOTHING = Given("attention's implementation"), Given("nothing that is used")
 COS, SIN, POSITIONS = (Tensor(Op(name), ("B", "S")) for name in ("cos", "sin", "position_ids"))
 NAMES: Mapping[str, Any] = {"attention_mask": MASK, "position_embeddings": ANGLES, "position_ids": POSITIONS, CACHE_NAME: CACHE}
+RESULT = "result "  # and its number: of what mixes tokens, beside the first
 ARGUMENT = "argument"  # at the beginning of the path to an argument of a forward that has no name of these
+
+
+class Handed(NamedTuple):
+    """How a layer calls what mixes its tokens. input: what the module calls the stream; names: of its other arguments, each with the
+    layer's own argument that it gets, and the value without that: (name, argument or "", value). rest: whether it gets the other keywords
+    of the layer. results: how many it returns, 0 for one that is no tuple. unlike: what is not handed on by its name, "" where all is, as
+    a fused layer does."""
+
+    input: str
+    names: Tuple[Tuple[str, str, Any], ...]
+    rest: bool
+    results: int
+    unlike: str
+
+    def arguments(self) -> Tuple[str, ...]:
+        """The layer's own arguments that are handed on."""
+        return tuple(argument for _, argument, _ in self.names if argument)
 
 
 class Attended(NamedTuple):
@@ -54,6 +72,7 @@ class Calls:
 
     roles: of those of its submodules that are called and not looked into, by name; any other with parts of its own is attention, if it is
     called with the angles, or a block. attended: how attention's implementation was called; rotary: the function that turned q and k.
+    handed: how what mixes tokens was called, by its name. factors: arguments that the stream was multiplied by, with their shapes.
     """
 
     module: nn.Module
@@ -64,6 +83,8 @@ class Calls:
     tests: Dict[Path, Any]
     skipped: Dict[Path, Any]
     attended: Optional["Attended"] = None
+    handed: Dict[str, "Handed"]
+    factors: Dict[str, Any]
     rotary: Any = None
 
     def _value(self, node, env) -> Any:
@@ -121,6 +142,8 @@ class Calls:
             return Fact(len(args[0]))
         if function in (torch.chunk, torch.split) and isinstance(args[0], Tensor):
             return self._of_tensor(node, args[0], function.__name__, args[1:], kwargs)
+        if function is torch.cat and len(args) == 1 and kwargs == {"dim": Fact(-1)}:
+            return self._beside(args[0])
         if function in ELEMENTWISE and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return Tensor(Op(ELEMENTWISE[function], None, (args[0].op,)), args[0].shape)
         if function in (nn.functional.dropout, torch.dropout) and isinstance(args[0], Tensor):
@@ -148,6 +171,16 @@ class Calls:
             raise self._refused(node, "turns other axes")
         self.rotary = function
         return tuple(Tensor(Op("turned", None, (x.op,)), x.shape) for x in args[:2])
+
+    def _beside(self, parts) -> Optional[Tensor]:
+        """A head whose first elements were turned, and the rest of it as it was."""
+        known = type(parts) is tuple and len(parts) == 2 and all(isinstance(each, Tensor) for each in parts)
+        turned, rest = (each.op for each in parts) if known else (INPUT, INPUT)
+        first = turned.of[0] if turned.kind == "turned" and turned.name is None else INPUT
+        if first.kind != "columns" or rest.kind != "columns" or rest.of != first.of or first.name[0] or first.name[1] != rest.name[0]:
+            return None
+        shape = (*parts[0].shape[:-1], parts[0].shape[-1] + parts[1].shape[-1])
+        return Tensor(Op("turned", first.name[1], first.of), shape) if rest.name[1] == shape[-1] else None
 
     def _is_eager(self, value) -> bool:
         return isinstance(value, Global) and value.value is not None and value.value is self.globals.get("eager_attention_forward")
@@ -193,24 +226,38 @@ class Calls:
         return Tensor(Op(kind, name, (x.op,)), x.shape)
 
     def _called(self, node, name: str, module, x: Tensor, args, kwargs, rest: bool) -> Any:
-        """A part with parts of its own: attention, which gets the mask, the angles, the cache and the rest, each by the name that the layer
-        has for it; or a block, which gets x."""
-        given = [*args, *kwargs.values()]
-        if ANGLES in given or MASK in given:
-            first = next(iter(argument_names(original_forward(module))))
-            named = {**dict(zip((first,), args)), **kwargs}
-            of_layer = [each.arg for each in self._arguments(self.text.node)[1:]]
-            others = {key: getattr(value, "path", ()) == (ARGUMENT, key) for key, value in named.items() if key not in NAMES}
-            known = all(named[key] == NAMES[key] if key in NAMES else others[key] for key in named if key != first)
-            wanted = {first, "attention_mask", "position_embeddings", CACHE_NAME, *({"position_ids"} & {*of_layer})}
-            if not rest or len(args) > 1 or named.get(first) != x or not known or not wanted <= named.keys():
-                raise self._refused(node, "does not hand the mask, the angles, the cache or the other arguments on, each by its name")
-            return Tensor(Op("attention", name, (x.op,)), x.shape), NOTHING
-        if given != [x]:
-            raise self._refused(node, "calls a block with something more")
-        returned = [each.value for each in ast.walk(forward_text(module).node) if isinstance(each, ast.Return)]
-        made = Tensor(Op("block", name, (x.op,)), x.shape)
-        return (made, NOTHING) if any(isinstance(each, ast.Tuple) for each in returned) else made
+        """A part with parts of its own: what mixes tokens, which gets more than x, such as the mask or the rest; or a block."""
+        names = argument_names(original_forward(module))
+        named = {**dict(zip(names, args)), **kwargs}
+        number = _number_of_results(module)
+        if [*named.values()] == [x] and not rest:
+            made = Tensor(Op("block", name, (x.op,)), x.shape)
+        else:
+            self.handed[name] = self._handed(node, {**named}, x, rest, number)
+            made = Tensor(Op("attention", name, (x.op,)), x.shape)
+        return (made, *(Given(f"{RESULT}{i}") for i in range(1, number))) if number else made
+
+    def _handed(self, node, named: Dict[str, Any], x: Tensor, rest: bool, results: int) -> Handed:
+        inputs = [key for key, value in named.items() if value == x]
+        if len(inputs) != 1 or self.handed:
+            raise self._refused(node, "calls a module with something more")
+        of_layer = [each.arg for each in self._arguments(self.text.node)[1:]]
+        names = []
+        for key, value in named.items():
+            known = [each for each, held in NAMES.items() if value is held or (isinstance(value, tuple) and value == held)]
+            path = getattr(value, "path", None)
+            if key == inputs[0]:
+                continue
+            if known:
+                names.append((key, known[0], None))
+            elif path is not None and (not path or path[0] == ARGUMENT):
+                names.append((key, path[1] if path else "", value.value))
+            else:
+                raise self._refused(node, "calls a module with something that it computes")
+        wanted = {"attention_mask", CACHE_NAME, *({"position_ids", "position_embeddings"} & {*of_layer})}
+        plain = all(key == argument for key, argument, _ in names) and wanted <= {key for key, *_ in names} and results == 2
+        why = "does not hand the mask, the angles, the cache or the other arguments on, each by its name"
+        return Handed(inputs[0], tuple(names), rest, results, "" if plain else str(self._refused(node, why)))
 
     def _method(self, owner, name: str, args, kwargs, node) -> Any:
         if owner is CACHE and name == "update" and len(args) == 3 and not kwargs.keys() - {"kwargs"}:
@@ -233,6 +280,19 @@ class Calls:
             return method_of(x, name, args, kwargs)
         except NotServed as error:
             raise self._refused(node, str(error)) from None
+
+
+def _number_of_results(module: nn.Module) -> int:
+    """How many results a module's forward returns, whatever is around it, 0 where that is no tuple. Raises `NotServed` where they are now
+    these, now those."""
+    name, text = f"{type(module).__name__}.forward", text_that_runs(inspect.unwrap(original_forward(module)), "forward")
+    if text is None:
+        raise NotServed(f"{name} is not what its file says, or has no file")
+    values = [each.value for each in ast.walk(text.node) if isinstance(each, ast.Return)]
+    numbers = {len(value.elts) if isinstance(value, ast.Tuple) else 0 for value in values}
+    if len(numbers) > 1:
+        raise NotServed(f"{name} returns {' or '.join(map(str, sorted(numbers)))} results")
+    return numbers.pop() if numbers else 0
 
 
 def is_table(value) -> bool:

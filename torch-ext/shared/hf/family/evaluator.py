@@ -33,6 +33,7 @@ class Evaluator(Calls):
         self.arguments: Dict[str, Any] = {}
         self.skipped: Dict[Path, Tuple[str, ...]] = {}
         self.turning: List[Path] = []
+        self.handed, self.factors = {}, {}
         self._reading: Optional[List[Fact]] = None  # inside of a test
         self._asks_for_cache = self.asks_for_angles = self.asks_for_implementation = False
         self.text: Text = forward_text(module)
@@ -87,15 +88,23 @@ class Evaluator(Calls):
             self._bind(node.target, self._value(node.value, env), env)
         elif isinstance(node, ast.AugAssign):
             before = self._value(node.target, env)
-            if isinstance(before, Tensor):  # which may have another name, too
+            if isinstance(before, Tensor) and not self._is_made_here(before, env):
                 raise self._refused(node, "writes into a tensor")
-            self._bind(node.target, self._binary(node, node.op, before, self._value(node.value, env)), env)
+            value = self._binary(node, node.op, before, self._value(node.value, env))
+            if isinstance(before, Tensor) and isinstance(value, Tensor):
+                value = Tensor(Op("written", None, (before.op, value.op)), before.shape)  # in the dtype that it had
+            self._bind(node.target, value, env)
         elif isinstance(node, ast.If):
             body = node.body if self._decides(node.test, env, node) else node.orelse
             return self._block(body, env)
         elif not (isinstance(node, (ast.Pass, ast.AnnAssign)) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))):
             raise self._refused(node, "has a statement that is not followed")
         return None
+
+    def _is_made_here(self, x: Tensor, env) -> bool:
+        """Whether a tensor is a new one that no other name is for: writing into it changes nothing else."""
+        others = [part for value in env.values() for part in (value if type(value) is tuple else (value,)) if isinstance(part, Tensor)]
+        return x.op.kind in ("add", "multiply", "times") and [each.op for each in others].count(x.op) == 1
 
     def _decides(self, test, env, node) -> bool:
         """Which way a branch goes, by facts that are remembered."""
@@ -306,5 +315,7 @@ class Evaluator(Calls):
             left, right = right, left
         if isinstance(left, Tensor) and isinstance(right, Fact) and name in ("multiply", "over"):
             number = right.path or right.value
+            if right.path[:1] == (ARGUMENT,):
+                self.factors[right.path[1]] = left.shape
             return left if number == 1 else Tensor(Op("times" if name == "multiply" else "over", number, (left.op,)), left.shape)
         raise self._refused(node, "computes something else")

@@ -100,8 +100,10 @@ class Family(NamedTuple):
     embedding, and the entries of the configuration's rope_parameters that it takes after the positions. whole: the model with a vision
     tower, where there is no causal LM of the decoder alone; towers: those models where there is one. routed: whether the causal LM's
     forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and "MLP" by
-    default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of attention or the MLP where they
-    compute what no row can say: they are called as the modules that they are, and the layer around them is fused.
+    default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of attention, the MLP or norms
+    where they compute what no row can say: they are called as the modules that they are, and the layer around them is fused. attention: the
+    layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms of q and k. parallel: whether
+    the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours.
     """
 
     model: str
@@ -141,6 +143,11 @@ class Family(NamedTuple):
     mlp_name: str = ""
     half_angles: bool = False
     called: Tuple[str, ...] = ()
+    attention: str = "self_attn"
+    output: str = "o_proj"
+    head_norms: Tuple[str, ...] = ("q_norm", "k_norm")
+    parallel: bool = False
+    spread: bool = False
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""

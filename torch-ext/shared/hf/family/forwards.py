@@ -71,6 +71,8 @@ def rotary_of(family) -> Callable:
 
     def rotate(q, k, cos, sin, unsqueeze_dim=1):
         width = cos.shape[-1] if family.partial and cos.shape[-1] < q.shape[-1] else 0
+        if family.spread:
+            cos, sin = cos[..., ::2], sin[..., ::2]
         spec = Inputs(q.shape[-1], rotary=family.rotary, turned=width)
         if unsqueeze_dim == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)

@@ -86,11 +86,16 @@ class NormKind(NamedTuple):
     argument: str
 
 
+def flags_of(module: nn.Module) -> Dict[str, bool]:
+    """What a norm holds that its branches may follow."""
+    return {name: value for name, value in vars(module).items() if type(value) is bool and name != "training"}
+
+
 def norm_kind(module: nn.Module) -> NormKind:
     """Finds the kind of an RMSNorm by its results in bf16, bit for bit, over six orders of magnitude."""
     name = type(module).__name__
     text = forward_text(module)  # raises for what is not what its file says
-    check_plain(text.function, text.name, NORM, cls=type(module))
+    check_plain(text.function, text.name, {*NORM, *flags_of(module)}, tuple(flags_of(module)), type(module))
     eps = [each for each in ("variance_epsilon", "eps") if type(vars(module).get(each)) is float]
     weight = module._parameters.get("weight")
     if len(eps) != 1 or weight is None or weight.dim() != 1 or module._buffers or module._modules:
@@ -139,7 +144,8 @@ def angles_of(rotary: nn.Module, tokens: int) -> Any:
     more: Dict[str, Any] = {}
     if "layer_type" in argument_names(original_forward(rotary)):
         kinds = [name[: -len("_inv_freq")] for name in rotary._buffers if name.endswith("_inv_freq") and "original" not in name]
-        more["layer_type"] = kinds[0]
+        first = (getattr(rotary.config, "layer_types", None) or kinds)[0]
+        more["layer_type"] = first if first in kinds else kinds[0]
     positions = torch.arange(tokens)[None] * 3 + 1
     if "mrope_section" in (getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}):
         positions = positions[None].expand(3, -1, -1)
@@ -148,12 +154,13 @@ def angles_of(rotary: nn.Module, tokens: int) -> Any:
 
 
 class RotaryKind(NamedTuple):
-    """rotary, partial, narrow, half_angles: of a `Family`."""
+    """rotary, partial, narrow, half_angles, spread: of a `Family`."""
 
     rotary: str
     partial: bool
     narrow: bool
     half_angles: bool
+    spread: bool
 
 
 def rotary_kind(function, angles: Angles) -> RotaryKind:
@@ -168,19 +175,20 @@ def rotary_kind(function, angles: Angles) -> RotaryKind:
             wanted = function(q, k, cos, sin)
         except Exception as error:
             raise NotServed(f"{name} does not run with the model's angles: {type(error).__name__}: {error}") from None
-        for style in ("halves", "pairs"):
-            for partial in (False, True):
+        twice = all(torch.equal(each[..., ::2], each[..., 1::2]) for each in (cos, sin))
+        for style, spread in (("halves", False), ("pairs", False), *((("pairs", True),) if twice else ())):
+            for partial in (False, True)[: 1 if spread else 2]:
                 if not partial and cos.shape[-1] not in (head_dim, head_dim // 2):
                     continue
                 try:
-                    found = rotary_of(Family("", "", "", rotary=style, partial=partial))(q, k, cos, sin)
+                    found = rotary_of(Family("", "", "", rotary=style, partial=partial, spread=spread))(q, k, cos, sin)
                 except Exception:  # angles of another width than this style has
                     continue
                 if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, wanted)):
                     part = _takes_part(function, head_dim)
                     keeps = function(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.bfloat16
-                    half = not part and cos.shape[-1] * 2 == head_dim
-                    return RotaryKind(style, part, keeps and not part and not half and style == "halves", half and style == "halves")
+                    halves, half = style == "halves", not part and cos.shape[-1] * 2 == head_dim
+                    return RotaryKind(style, part, keeps and not part and not half and halves, half and halves, spread)
     raise NotServed(f"{name} turns neither the halves of a head nor neighbours")
 
 

@@ -5,7 +5,7 @@ understood; the reasons say what stopped it."""
 import ast
 import inspect
 import sys
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -14,172 +14,81 @@ from ..parts.facts import Fact, NotServed, Path, follow
 from ..parts.lookups import ROTARY
 from ..parts.modules import ACTIVATIONS, original_forward
 from .arguments import former
-from .calls import ANGLES, ARGUMENT, COS, IMPLEMENTATIONS, SIN, argument_names, kind_of
+from .calls import ARGUMENT, COS, SIN, argument_names, kind_of
 from .evaluator import Evaluator
 from .experts import MOE, experts_or_reason
 from .expressions import INPUT, Op, Tensor, commutes
-from .families import Family, LayerNorms, Sparse
-from .probes import Angles, NormKind, norm_kind, rotary_kind, router_kind
+from .families import Family, Sparse
+from .layer_reader import Facts, Frame, Reading, layer_facts, same
+from .probes import Angles, NormKind, flags_of, norm_kind, rotary_kind, router_kind
 
-ATTENTION = "self_attn"
-LAYER = "DecoderLayer"
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
-Facts = Dict[str, Any]
 
 
 class Row(NamedTuple):
     """family: what was read, without head and model. called: for each part that is called, what stopped its row. tests: of each layer, the
     facts that decided what it computes, by the attributes that lead to them: while one of them is another, the row is not that layer's.
-    arguments: which the forwards have beside those that a row knows, and their defaults, for which they were read."""
+    arguments: which the forwards have beside those that a row knows, and their defaults, for which they were read. frame: what else the
+    layers' own forwards do."""
 
     family: Family
     called: Dict[str, str]
     tests: Tuple[Dict[Path, Any], ...]
     arguments: Dict[str, Any]
-
-
-class _Reading:
-    """Reads several layers of one class. They have to agree.
-
-    absent: of `Family`, as paths. norms: those that were found. tests, arguments: as of a `Row`.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]):
-        self.layers, self.hidden, self.angles = layers, hidden, angles
-        self.cls = type(layers[0])
-        self.modeling, self.prefix = self.cls.__module__, self.cls.__name__.removesuffix(LAYER)
-        self.absent: Dict[Path, None] = {}
-        self.norms: List[nn.Module] = []
-        self.tests: List[Dict[Path, Any]] = [{} for _ in layers]
-        self.arguments: Dict[str, Any] = {}
-
-    def evaluated(self, layer: int, at: Path, angles: Any = ANGLES, roles: Mapping[str, str] = {}) -> Tuple[Any, Evaluator]:
-        """What the forward of a layer's module returns, and its evaluator: in training and in evaluation the same."""
-        module: Any = follow(self.layers[layer], at)
-        found = [Evaluator(module, roles, training) for training in (False, True)]
-        values = [each.run(self.hidden, angles) for each in found]
-        if found[1].asks_for_implementation:
-            found += [Evaluator(module, roles, True, name) for name in IMPLEMENTATIONS]
-            values += [each.run(self.hidden, angles) for each in found[2:]]
-        of_all = [(value, each.attended and each.attended._replace(dropout=None), each.rotary) for value, each in zip(values, found)]
-        if any(each != of_all[0] for each in of_all):
-            raise NotServed(f"{found[0].text.name} computes something else in training, or with another implementation of attention")
-        for each in found:
-            self.tests[layer].update({(*at, *path): held for path, held in each.tests.items()})
-            self.arguments.update(each.arguments)
-        return values[1], found[1]
-
-    def keep(self, at: Path, found: Evaluator, but: Sequence[Path] = ()) -> None:
-        """Notes what has to stay nothing, zero or false for the row to hold."""
-        self.absent.update(dict.fromkeys((*at, *path) for path in found.skipped if path not in but))
-
-
-def _same(values: Sequence[Any], what: str) -> Any:
-    for value in values:
-        if value != values[0]:
-            raise NotServed(f"{what} differs from layer to layer: {values[0]} and {value}")
-    return values[0]
-
-
-# ---------------------------------------------------------------- the layer
-class _Branch(NamedTuple):
-    before: Optional[str]
-    behind: Optional[str]
-    multiplier: Any
-    dropout: Tuple[str, ...]
-    part: str
-    of: Op
-
-
-def _branch(op: Op, kind: str) -> _Branch:
-    """Takes apart what a branch adds to the residual stream. kind: of the part in it."""
-    multiplier, dropout, behind, before, whole = None, [], None, None, op
-    if op.kind == "times":
-        multiplier, op = op.name, op.of[0]
-    if op.kind == "dropout":
-        dropout, op = [op.name], op.of[0]
-    if op.kind == "norm":
-        behind, op = op.name, op.of[0]
-    if op.kind != kind:
-        raise NotServed(f"the layer adds {whole}")
-    part, op = op.name, op.of[0]
-    if op.kind == "norm":
-        before, op = op.name, op.of[0]
-    return _Branch(before, behind, multiplier, tuple(dropout), part, op)
-
-
-def _layer(reading: _Reading, index: int) -> Facts:
-    layer = reading.layers[index]
-    value, found = reading.evaluated(index, ())
-    if not isinstance(value, Tensor) or value.shape != ("B", "S", reading.hidden) or value.op.kind != "add":
-        raise NotServed(f"{found.text.name} returns {getattr(value, 'op', value)}")
-    for total, added in (value.op.of, value.op.of[::-1]):
-        if _holds(added, "block") and total.kind == "add" and INPUT in total.of:
-            first, last = _branch(next(each for each in total.of if each != INPUT), "attention"), _branch(added, "block")
-            break
-    else:
-        raise NotServed(f"{found.text.name} returns {value.op}")
-    multiplier = first.multiplier
-    of_layer = type(multiplier) is tuple and len(multiplier) == 1 and multiplier[0] in vars(layer)
-    one = multiplier == last.multiplier and (multiplier is None or of_layer)
-    if (first.of, last.of, first.part, one) != (INPUT, total, ATTENTION, True):
-        raise NotServed(f"{found.text.name} returns {value.op}")
-    read = dict.fromkeys(part.attr for part in ast.walk(found.text.node) if isinstance(part, ast.Attribute))
-    absent = [name for name in read if layer._modules.get(name, 0) is None or vars(layer).get(name, 0) is None]
-    reading.keep((), found, [path for path, names in found.skipped.items() if {path[0], *names} & {*absent}])
-    return {
-        "norms": LayerNorms(first.before, first.behind, last.before, last.behind), "block": last.part,
-        "multiplier": multiplier and multiplier[0], "dropouts": (*first.dropout, *last.dropout), "absent": tuple(absent),
-    }  # fmt: skip
-
-
-def _holds(op: Op, kind: str) -> bool:
-    """Whether a branch with a part of some kind is what is added."""
-    while op.kind in ("times", "dropout", "norm"):
-        op = op.of[0]
-    return op.kind == kind
+    frame: Frame
 
 
 # ---------------------------------------------------------------- attention
-def _attention(reading: _Reading) -> Facts:
-    found = [reading.evaluated(i, (ATTENTION,), (COS, SIN)) for i in range(len(reading.layers))]
-    modules: List[Any] = [layer._modules[ATTENTION] for layer in reading.layers]
+def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
+    if frame.handed.unlike or any(type(each) is int for each in frame.returns or ()):
+        raise NotServed(frame.handed.unlike or "its layer returns what it returns beside its result")
+    found = [reading.evaluated(i, (name,), (COS, SIN)) for i in range(len(reading.layers))]
+    modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     made = [_attention_of(value, each) for value, each in found]
     for i, (_, each) in enumerate(found):
-        if each.asks_for_angles and {**_attention_of(*reading.evaluated(i, (ATTENTION,), Fact(None))), "turned": True} != made[i]:
+        if each.asks_for_angles and {**_attention_of(*reading.evaluated(i, (name,), Fact(None))), "turned": True} != made[i]:
             raise NotServed(f"{each.text.name} computes something else without angles")
-    row = {name: _same([each[name] for each in made], name) for name in ("qk_norm", "qkv", "position_scale")}
+    row = {field: same([each[field] for each in made], field) for field in made[0] if field not in ("turned", "part")}
     flags, paths = [each["turned"] for each in made], {path for _, each in found for path in each.turning}
     switch: Sequence[Path] = ()
-    if paths or not all(flags):
+    takes_angles = "position_embeddings" in argument_names(original_forward(reading.layers[0]))
+    if paths or not all(flags if takes_angles else flags[:0]):
         switch = [path for path in paths if len(path) == 1 and all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
         if len(paths) != 1 or not switch:
             raise NotServed(f"{found[0][1].text.name} turns by {sorted(paths)}, no attribute alone")
         row["turned"] = switch[0][0]
     for _, each in found:
-        reading.keep((ATTENTION,), each, switch)
-    names = dict.fromkeys(name for _, each in found for name in each.attended.options)  # type: ignore[union-attr]
-    row["options"] = tuple(filter(None, (_option(name, [each.attended.options.get(name) for _, each in found]) for name in names)))  # type: ignore
+        reading.keep((name,), each, switch)
+    names = dict.fromkeys(option for _, each in found for option in each.attended.options)  # type: ignore[union-attr]
+    row["options"] = tuple(filter(None, (_option(each, [one.attended.options.get(each) for _, one in found]) for each in names)))  # type: ignore
     turning = [each.rotary for (_, each), flag in zip(found, flags) if flag]
     if turning:
-        row.update(_rotary(reading, _same(turning, "the rotary embedding")))
-    if row["qk_norm"] != "none":
-        reading.norms += [module._modules[name] for module in modules for name in ("q_norm", "k_norm")]
-    return row
+        part = same([each["part"] for each, flag in zip(made, flags) if flag], "the part of a head that is turned")
+        row.update(_rotary(reading, same(turning, "the rotary embedding"), modules[0].head_dim, part))
+    reading.norms += [module._modules[each] for module in modules for each in row["head_norms"]]
+    return row if row["head_norms"] else {field: value for field, value in row.items() if field != "head_norms"}
 
 
-def _rotary(reading: _Reading, function) -> Facts:
+def _rotary(reading: Reading, function, head_dim: int, part: Optional[int]) -> Facts:
+    """What turns heads. part: the width that it gets, None for whole heads."""
     if getattr(sys.modules[reading.modeling], ROTARY, None) is not function or reading.angles is None:
         raise NotServed(f"the rotary embedding is not {ROTARY} of the layer's own module, with the decoder's angles")
-    return rotary_kind(function, reading.angles)._asdict()
+    if part is None:
+        return rotary_kind(function, reading.angles)._asdict()
+    angles = reading.angles.of_heads(head_dim)
+    kind = rotary_kind(function, angles._replace(head_dim=part))
+    if angles.cos.shape[-1] != part or kind.partial or kind.half_angles:
+        raise NotServed(f"{ROTARY} turns a part of what it gets")
+    return kind._replace(partial=True)._asdict()
 
 
 def _attention_of(value, found: Evaluator) -> Facts:
     """What one attention computes before and behind its implementation."""
     if type(value) is not tuple or not isinstance(value[0], Tensor) or found.attended is None:
         raise NotServed(f"{found.text.name} returns no result of attention's implementation")
-    if value[0].op != Op("linear", "o_proj", (Op("attended"),)):
-        raise NotServed(f"{found.text.name} returns {value[0].op}")
+    output = value[0].op
+    if output != Op("linear", output.name, (Op("attended"),)):
+        raise NotServed(f"{found.text.name} returns {output}")
     q, k, v = (each.op for each in (found.attended.q, found.attended.k, found.attended.v))
     scale: Tuple[str, ...] = ()
     if q.kind == "multiply" and any(each.kind == "of positions" for each in q.of):
@@ -190,11 +99,14 @@ def _attention_of(value, found: Evaluator) -> Facts:
             raise NotServed(f"{found.text.name} scales queries by {of_positions}")
         scale = (function.__name__, *(path[-1].strip("[]") for path in where))
     turned = q.kind == "turned"
-    if turned != (k.kind == "turned") or v.kind == "turned":
-        raise NotServed(f"{found.text.name} turns only one of q and k, or v")
+    if turned != (k.kind == "turned") or v.kind == "turned" or (turned and q.name != k.name):
+        raise NotServed(f"{found.text.name} turns only one of q and k, or v, or other parts of them")
+    part = q.name if turned else None
     q, k = (each.of[0] if turned else each for each in (q, k))
     norm = "none"
-    if q.kind in ("norm", "norm of heads") and k.kind == q.kind and (q.name, k.name) == ("q_norm", "k_norm"):
+    norms: Tuple[Any, ...] = ()
+    if q.kind in ("norm", "norm of heads") and k.kind == q.kind:
+        norms = q.name, k.name
         norm, q, k = {"norm": "whole", "norm of heads": "head"}[q.kind], q.of[0], k.of[0]
     if all(each.kind == "linear" and each.of == (INPUT,) for each in (q, k, v)):
         qkv = tuple(each.name for each in (q, k, v))
@@ -205,7 +117,8 @@ def _attention_of(value, found: Evaluator) -> Facts:
         qkv = (q.of[0].name,)
     else:
         raise NotServed(f"{found.text.name} makes q, k, v by {q}; {k}; {v}")
-    return {"qk_norm": norm, "qkv": qkv, "position_scale": scale, "turned": turned}
+    of_heads = {"qk_norm": norm, "head_norms": norms, "position_scale": scale}
+    return {**of_heads, "qkv": qkv, "output": output.name, "turned": turned, "part": part}
 
 
 def _option(name: str, values) -> Optional[Tuple[str, ...]]:
@@ -215,7 +128,7 @@ def _option(name: str, values) -> Optional[Tuple[str, ...]]:
     if all(isinstance(value, Fact) and value == Fact(None, (ARGUMENT, name)) for value in values):
         return None  # the same
     held = [value.op.kind == "parameter" if isinstance(value, Tensor) else False for value in values]
-    path = _same([value.op.name if of_tensor else getattr(value, "path", ()) for value, of_tensor in zip(values, held)], name)
+    path = same([value.op.name if of_tensor else getattr(value, "path", ()) for value, of_tensor in zip(values, held)], name)
     if not path or path[0] == ARGUMENT:
         if all(isinstance(value, Fact) and value.value is None for value in values):
             return None
@@ -224,7 +137,7 @@ def _option(name: str, values) -> Optional[Tuple[str, ...]]:
 
 
 # ---------------------------------------------------------------- the MLP and the experts
-def _mlp(reading: _Reading, index: int, at: Path) -> Facts:
+def _mlp(reading: Reading, index: int, at: Path) -> Facts:
     module: Any = follow(reading.layers[index], at)
     value, found = reading.evaluated(index, at)
     op = value.op if isinstance(value, Tensor) else Op("something else")
@@ -251,7 +164,7 @@ def _mlp(reading: _Reading, index: int, at: Path) -> Facts:
     return {"gate_up": gate_up, "down": op.name, "act": act.name, "activation": activation, "mlp_argument": name}
 
 
-def _sparse(reading: _Reading, index: int, at: Path) -> Sparse:
+def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
     module: Any = follow(reading.layers[index], at)
     parts = module._modules
     experts: Any = parts["experts"]
@@ -273,19 +186,38 @@ def _sparse(reading: _Reading, index: int, at: Path) -> Sparse:
         wanted = commutes("add", plain, commutes("multiply", score, Op("mlp", shared[0], (INPUT,))))
     if not isinstance(value, Tensor) or value != Tensor(wanted, ("B", "S", reading.hidden)):
         raise NotServed(f"{found.text.name} returns {getattr(value, 'op', value)}")
-    if getattr(original_forward(experts), "__globals__", {}).get("__name__") != MOE:
-        raise NotServed(f"{type(experts).__name__} has no use_experts_implementation of transformers around it")
-    why = experts_or_reason(experts)
-    if isinstance(why, Reason):
-        raise NotServed(f"{type(experts).__name__}: {why.text}")
+    router_indices = _router_indices(experts)
     if shared and _mlp(reading, index, (*at, shared[0]))["activation"] != "silu":
         raise NotServed(f"{shared[0]} has another activation than SiLU")
     reading.keep(at, found)
     classes = type(module).__name__, type(parts[router]).__name__, type(experts).__name__
-    return Sparse(classes, router, kind.by_logits, "".join(shared), "router_indices" in argument_names(original_forward(experts)))
+    return Sparse(classes, router, kind.by_logits, "".join(shared), router_indices)
 
 
-def _block(reading: _Reading, name: str) -> Facts:
+def _router_indices(experts: nn.Module) -> bool:
+    """Whether experts are called with arguments of that name, of a module that our grouped products are for. Raises `NotServed`."""
+    name, forward = type(experts).__name__, original_forward(experts)
+    if getattr(forward, "__globals__", {}).get("__name__") != MOE:
+        raise NotServed(f"{name} has no use_experts_implementation of transformers around it")
+    why = experts_or_reason(experts)
+    if isinstance(why, Reason):
+        raise NotServed(f"{name}: {why.text}")
+    return "router_indices" in argument_names(forward)
+
+
+def experts_of_called(blocks: Sequence[Any]) -> Dict[str, bool]:
+    """The experts in blocks that are called whose products may be ours: by the name of the class, `router_indices` of a `Sparse`."""
+    found: Dict[str, bool] = {}
+    for experts in (block._modules.get("experts") for block in blocks):
+        try:
+            if experts is not None:
+                found[type(experts).__name__] = _router_indices(experts)
+        except NotServed:
+            pass
+    return found
+
+
+def _block(reading: Reading, name: str) -> Facts:
     """The MLP and the experts of layers, which may be one or the other."""
     row: Facts = {"mlp": False}
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
@@ -293,9 +225,9 @@ def _block(reading: _Reading, name: str) -> Facts:
     sparse = [_sparse(reading, i, (name,)) for i in range(len(modules)) if i not in dense]
     made = [{"mlp_name": type(modules[i]).__name__, **_mlp(reading, i, (name,))} for i in dense]
     if sparse:
-        row["sparse"] = _same(sparse, "the experts")
+        row["sparse"] = same(sparse, "the experts")
     if made:
-        row.update({key: _same([each[key] for each in made], key) for key in made[0]}, mlp=True)
+        row.update({key: same([each[key] for each in made], key) for key in made[0]}, mlp=True)
     elif sparse[0].classes[0] != f"{reading.prefix}MLP" and _is_used(reading.modeling, f"{reading.prefix}MLP"):
         row["mlp"] = True  # of layers that this configuration has none of
     if row.get("mlp_name") == f"{reading.prefix}MLP":
@@ -317,35 +249,51 @@ def _is_used(modeling: str, name: str) -> bool:
 def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -> Row:
     """Reads the row of a family. layers: of its decoder, all of one class, with sizes that differ from each other where they may; hidden:
     the width of the residual stream; angles: of its model, None where it has none. Raises `NotServed` where the layer itself is not
-    understood."""
-    reading = _Reading(layers, hidden, angles)
-    if any(type(layer) is not reading.cls for layer in layers):
-        raise NotServed(f"the decoder has layers of {', '.join(sorted({type(layer).__name__ for layer in layers}))}")
-    of_layers = [_layer(reading, i) for i in range(len(layers))]
-    row: Facts = {name: _same([each[name] for each in of_layers], name) for name in of_layers[0]}
+    understood, or nothing of it would be fused."""
+    reading = Reading(layers, hidden, angles)
+    of_layers = [layer_facts(reading, i) for i in range(len(layers))]
+    row: Facts = {name: same([facts[name] for facts, _ in of_layers], name) for name in of_layers[0][0]}
+    frame = same([frame for _, frame in of_layers], "what a layer does to the residual stream")
     called: Dict[str, str] = {}
-    for name, read in ((ATTENTION, lambda: _attention(reading)), (row["block"], lambda: _block(reading, row["block"]))):
+
+    def read(names: Sequence[str], what: Callable[[], Facts]) -> None:
         before = dict(reading.absent), list(reading.norms)
         try:
-            row.update(read())
+            row.update(what())
         except NotServed as error:
-            called[name] = str(error)
+            called.update(dict.fromkeys(names, str(error)))
             reading.absent, reading.norms = before
-            if name != ATTENTION:
-                row["mlp"] = False
-    reading.norms += [layer._modules[name] for layer in layers for name in row["norms"] if name]  # type: ignore[misc]
-    row.update(_norms(reading))
+
+    attention, block, norms = row["attention"], row["block"], [name for name in dict.fromkeys(row["norms"]) if name]
+    read([attention], lambda: _attention(reading, attention, frame))
+    of_layer: List[Any] = [layer._modules[name] for layer in layers for name in norms]
+    read(norms, lambda: _norms(of_layer, row["parallel"]))
+    calls_norms = any(name in called for name in norms)
+    if reading.norms:
+        read([attention], lambda: _norms([*reading.norms, *([] if calls_norms else of_layer)]))
+    if calls_norms:
+        called[block] = "the norm in front of it is called as the module that it is"
+    else:
+        read([block], lambda: _block(reading, block))
+    row["mlp"] = row.get("mlp", False) and block not in called
+    if {attention, block, *norms} <= called.keys():
+        raise NotServed(f"nothing of it would be fused: {'; '.join(f'{name}: {why}' for name, why in called.items())}")
+    for tests, layer in zip(reading.tests, layers):
+        for at in [(name,) for name in norms if name not in called] + [(attention, name) for name in row.get("head_norms", ())]:
+            tests.update({(*at, flag): value for flag, value in flags_of(follow(layer, at)).items()})
     arguments = argument_names(original_forward(layers[0]))
     row["absent"] = *row["absent"], *(".".join(path) for path in reading.absent if path[-1] not in row["absent"])
     family = Family("", reading.modeling, reading.prefix, **row, takes=tuple(map(former, arguments)), called=tuple(called))
-    return Row(family, called, tuple(reading.tests), reading.arguments)
+    return Row(family, called, tuple(reading.tests), reading.arguments, frame)
 
 
-def _norms(reading: _Reading) -> Facts:
-    classes = {type(norm): norm for norm in reading.norms}
-    kinds: List[NormKind] = [norm_kind(norm) for norm in classes.values()]
-    kind: NormKind = _same(kinds, "a norm")
-    return {"offset": kind.offset, "rounds": kind.rounds, "norm_argument": kind.argument}
+def _norms(norms: Sequence[nn.Module], parallel: bool = False) -> Facts:
+    """What norms compute, which have to agree."""
+    if parallel:
+        raise NotServed("both branches read what the layer gets")
+    kinds: List[NormKind] = [norm_kind(norm) for norm in {(type(norm), repr(flags_of(norm))): norm for norm in norms}.values()]
+    kind: Optional[NormKind] = same(kinds, "a norm") if kinds else None
+    return {"offset": kind.offset, "rounds": kind.rounds, "norm_argument": kind.argument} if kind else {}
 
 
 def class_names(layers: Sequence[nn.Module], family: Family) -> Tuple[str, ...]:
@@ -353,8 +301,8 @@ def class_names(layers: Sequence[nn.Module], family: Family) -> Tuple[str, ...]:
     module than the layer's."""
     found: Dict[type, None] = {}
     for layer in layers:
-        parts = [layer, *(layer._modules[name] for name in family.norms if name)]
-        for name in (ATTENTION, family.block):
+        parts = [layer, *(layer._modules[name] for name in family.norms if name and name not in family.called)]
+        for name in (family.attention, family.block):
             if name not in family.called:
                 parts += [module for module in layer._modules[name].modules() if kind_of(module) in ("part", "norm")]  # type: ignore[union-attr]
         found.update(dict.fromkeys(type(part) for part in parts))

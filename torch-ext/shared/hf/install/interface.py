@@ -176,8 +176,8 @@ class Interface:
         model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it
         afterwards. batch, tokens: the sequences of a batch and their length. sizes: lengths, or shapes, with graphs at a time. memory: GiB
         that graphs of such sizes may take; None for a quarter of the GPU's. They all share what the largest needs. Raises TypeError when
-        the model has no decoder layers of this kind, ValueError when it is on no GPU or a number is not positive, RuntimeError when
-        accelerate holds its layers.
+        the model has no decoder layers of this kind, or some without a row that are not fused whole, ValueError when it is on no GPU or a
+        number is not positive, RuntimeError when accelerate holds its layers.
         """
         return one_model.capture(self.families, model, batch, tokens, sizes, memory)
 

@@ -88,11 +88,12 @@ def _mlp(run: Callable[..., Any], argument: str) -> Type[Layer]:
 
 def experts_of(family: Family) -> Type[Layer]:
     """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
-    return _experts(family.sparse is not None and family.sparse.router_indices)
+    return experts_named(family.sparse is not None and family.sparse.router_indices)
 
 
 @functools.lru_cache(maxsize=None)
-def _experts(router_indices: bool) -> Type[Layer]:
+def experts_named(router_indices: bool) -> Type[Layer]:
+    """The layer for experts. router_indices: as of a `Sparse`."""
     forward: Callable[..., Any]
     if router_indices:
 

@@ -16,6 +16,7 @@ from ..layer.offload import OFFLOADS, check_offload
 from ..layer.offload import switch as switch_offload
 from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
 from ..model import trl
+from ..model.causal_lm import SHAPE
 from ..model.losses import put_losses_on, read_losses
 from ..model.padding import KEEPS
 from ..parts.binding import remember
@@ -24,7 +25,7 @@ from ..parts.hub import TRANSFORMERS_EXPECTED
 from ..parts.modules import SAVED, is_marked, is_transformers_own, without_decorators
 from ..say import explain as explanation
 from . import patching
-from .recognised import Recognised, read_of
+from .recognised import Recognised, decoders_in, read_of
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 
@@ -239,8 +240,28 @@ def _causal_lms(families: Families, model):
 
 def capture(families: Families, model, *told):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
-    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), *told)
+    read = _layers_that_were_read(model)
+    with_loss = [*_causal_lms(families, model), *(module for module in model.modules() if SHAPE in vars(module))]
+    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model)], with_loss, *told)
     return model
+
+
+def _layers_that_were_read(model) -> List[nn.Module]:
+    """The layers of a model without a row, none where there are no such. Raises TypeError where a graph might not do what they do."""
+    decoders = [decoder for decoder in decoders_in(model) if any(map(read_of, decoder.layers))]
+    if not decoders:
+        return []
+    whose = [read_of(layer) for decoder in decoders for layer in decoder.layers]
+    rows = [own for own in whose if own is not None]
+    called = dict.fromkeys(name for own in rows for name in own.family.called)
+    why = "several decoders" if len(decoders) > 1 else "layers that are transformers' own" if len(rows) < len(whose) else ""
+    if called and not why:
+        why = f"parts that are called as the modules that they are ({', '.join(called)}), and may do what no graph repeats"
+    if not why and any(own.frame.then is not None or own.frame.returns is not None for own in rows):
+        why = "layers that return more than their residual stream, or do more to it"
+    if why:
+        raise TypeError(f"model is a {type(model).__name__} with {why}, expected layers that are fused whole. See explain(model)")
+    return [layer for decoder in decoders for layer in decoder.layers]
 
 
 def _classes_with_losses(families: Families) -> tuple:

@@ -1,16 +1,19 @@
 """Recognises the decoder layers of a model of no row of the table: reads their row off a small copy of them, compares this with the layers'
 own forwards there, and says what stopped it where it does not hold."""
 
+import functools
 import inspect
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
+from ..capture.graphed_layers import WITHOUT_GRAPHS
 from ..family.arguments import forward_like
-from ..family.calls import argument_names, kind_of
+from ..family.calls import kind_of
+from ..family.layer_reader import alike
 from ..family.ownership import describe, slot_of
-from ..family.row_reader import ATTENTION, Row, class_names, row_of
+from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import decoder_layer_forward
@@ -20,7 +23,7 @@ from ..parts.facts import NotServed
 from ..parts.lookups import LAYER, SAVED
 from ..parts.modules import all_are_listened_to, for_class, original_forward
 from ..parts.weights import weight_within
-from .small_copy import check_on_copy, on_the_side, small_copy
+from .small_copy import Small, check_on_copy, on_the_side, small_copy
 
 # What fused layers rely on beside the forwards that are read: their texts have to be those of tested releases.
 RELIED_ON = "transformers.modeling_layers", "transformers.activations", "transformers.integrations.moe"
@@ -28,12 +31,22 @@ READ = SAVED + "read"  # on a forward of recognised layers: what serves them
 
 
 class Recognised(NamedTuple):
-    """layers: of one decoder; own: what serves them, by this forward; row: what was read."""
+    """layers: of one decoder, those that do the same; own: what serves them, by this forward; row: what was read."""
 
     layers: Tuple[nn.Module, ...]
     own: RecognisedLayer
     forward: Callable
     row: Row
+
+
+class Unread(NamedTuple):
+    """layers: of one decoder; why: they are not served."""
+
+    layers: Tuple[nn.Module, ...]
+    why: Reason
+
+
+Found = Union[Recognised, Unread]
 
 
 def decoders_in(model: nn.Module) -> List[Any]:
@@ -42,19 +55,32 @@ def decoders_in(model: nn.Module) -> List[Any]:
     return [module for module in with_tokens if isinstance(module._modules.get("layers"), nn.ModuleList)]
 
 
-def recognise(decoder: Any, experts: bool = True) -> Union[Recognised, Reason]:
-    """Reads and compares the layers of a decoder, or says why they are not served. experts: whether the package has the kernels of experts;
-    else these are called."""
+def recognise(decoder: Any, experts: bool = True) -> List[Found]:
+    """Reads and compares the layers of a decoder, those that do the same together, or says why they are not served. experts: whether the
+    package has the kernels of experts; else these are called."""
+    layers = tuple(decoder.layers)
+    found = _tried(decoder, layers, lambda: _small(decoder, layers))
+    if not isinstance(found, Small):
+        return [found]
+    results = []
+    for group in alike(found.layers, found.config.hidden_size):
+        own, small = tuple(layers[i] for i in group), found._replace(layers=[found.layers[i] for i in group])
+        results.append(_tried(decoder, own, functools.partial(_recognised, own, small, experts)))
+    return results
+
+
+def _tried(decoder: Any, layers: Tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """run(), or why it does not know the layers."""
     try:
         with on_the_side():
-            return _recognised(decoder, tuple(decoder.layers), experts)
+            return run()
     except NotServed as error:
-        return Reason("row", str(error))
+        return Unread(layers, Reason("row", str(error)))
     except Exception as error:  # of the user's classes, whose attributes are read
-        return Reason("row", f"{type(decoder).__name__} could not be read: {type(error).__name__}: {error}")
+        return Unread(layers, Reason("row", f"{type(decoder).__name__} could not be read: {type(error).__name__}: {error}"))
 
 
-def _recognised(decoder: Any, layers: Tuple[Any, ...], experts: bool) -> Recognised:
+def _small(decoder: Any, layers: Tuple[Any, ...]) -> Small:
     if not layers:
         raise NotServed(f"{type(decoder).__name__} has no layers")
     unknown = [name for module in RELIED_ON for name in changed_texts(module)]
@@ -62,13 +88,16 @@ def _recognised(decoder: Any, layers: Tuple[Any, ...], experts: bool) -> Recogni
         raise NotServed(f"transformers {release()} has an unknown text of {', '.join(unknown)}")
     if all_are_listened_to():
         raise NotServed("hooks listen to all modules of the process, and would to those of a small copy")
-    small = small_copy(decoder, layers)
+    return small_copy(decoder, layers)
+
+
+def _recognised(layers: Tuple[Any, ...], small: Small, experts: bool) -> Recognised:
     row = row_of(small.layers, small.config.hidden_size, small.angles)
     if row.family.sparse is not None and not experts:
         row = _without_experts(row)
     family = row.family
-    own = RecognisedLayer(family, class_names(small.layers, family), row.called, row.arguments)
-    own.attention_input = argument_names(original_forward(small.layers[0]._modules[ATTENTION]))[0]
+    blocks = [layer._modules[family.block] for layer in small.layers]
+    own = RecognisedLayer(row, class_names(small.layers, family), experts_of_called(blocks) if experts and family.sparse is None else {})
     kinds: Dict[Any, int] = {}
     for i, (layer, copy, tests) in enumerate(zip(layers, small.layers, row.tests)):
         _check_parts(layer, copy)
@@ -77,7 +106,7 @@ def _recognised(decoder: Any, layers: Tuple[Any, ...], experts: bool) -> Recogni
         if other is not None:
             raise NotServed(f"a small copy is another one than layer {i}: {other.text}")
         kinds.setdefault((*sorted((path, repr(held)) for path, held in tests.items()), type(copy._modules[family.block])), i)
-    weight = weight_within(layers[0]._modules[next(name for name in family.norms if name)])
+    weight = weight_within(layers[0])
     dtype = torch.float32 if weight is None else weight.dtype
     for i in kinds.values():
         check_on_copy(own, small, i, dtype)
@@ -93,8 +122,9 @@ def _without_experts(row: Row) -> Row:
 
 def _check_parts(layer: nn.Module, copy: nn.Module) -> None:
     """Raises `NotServed` where a layer holds modules of other classes than its class makes."""
+    of_layer = dict(layer.named_modules())
     for name, module in copy.named_modules():
-        found = layer.get_submodule(name)
+        found = of_layer.get(name)
         if kind_of(module) in ("part", "norm") and not isinstance(found, type(module)):
             raise NotServed(f"{name} of a layer is a {type(found).__name__}, expected a {type(module).__name__}")
 
@@ -116,4 +146,5 @@ def _forward_of(own: RecognisedLayer, layer: nn.Module) -> Callable:
 
 def read_of(layer: nn.Module) -> Optional[RecognisedLayer]:
     """What serves a layer that has a forward for recognised ones; None for another."""
-    return getattr(vars(layer).get(slot_of(layer)), READ, None)
+    state = vars(layer)
+    return getattr(state.get(WITHOUT_GRAPHS, state.get(slot_of(layer))), READ, None)

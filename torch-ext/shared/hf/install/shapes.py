@@ -9,7 +9,7 @@ import ast
 import functools
 from collections import Counter
 from types import FunctionType
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -25,8 +25,8 @@ from ..parts.modules import without_decorators
 from ..parts.texts import globals_in, text_of
 from ..parts.weights import held
 from ..say.explain import explain, explain_losses
-from .layers import experts_of, mlp_of, rms_norm_of
-from .recognised import Recognised, decoders_in, read_of, recognise
+from .layers import mlp_of, rms_norm_of
+from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise
 from .small_copy import experts_in
 
 HALF = "rotate_half"
@@ -55,17 +55,18 @@ class Shapes:
     def __init__(self, rows: Sequence[FusedLayer], experts: bool = False):
         self.rows, self.experts = rows, experts
 
-    def layers(self, model: nn.Module) -> List[Union[Recognised, Reason]]:
+    def layers(self, model: nn.Module) -> List[Found]:
         """Reads the layers of each decoder in a model, or says why they are not served."""
-        return [recognise(decoder, self.experts) for decoder in decoders_in(model)]
+        return [found for decoder in decoders_in(model) for found in recognise(decoder, self.experts)]
 
     def put_on_layers(self, found: Recognised, told: Mapping[str, Any]) -> List[nn.Module]:
         """Gives the layers of a decoder, and the experts in them, forwards of ours. told: what is noted on each layer. Returns the layers
         that keep the forward of another library's or the user's."""
-        family, others = found.own.family, []
+        others = []
         for layer, facts in zip(found.layers, found.row.tests):
-            for module in experts_in(family, layer):
-                bind(module, experts_of(family).forward)
+            for module, forward in experts_in(found.own, layer):
+                if not other_owner(module):
+                    bind(module, forward)
             if slot_of(layer) in vars(layer) and other_owner(layer):
                 others.append(layer)
             else:
@@ -174,8 +175,14 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
     layers = [layer for decoder in decoders for layer in decoder.layers]
     read = [(layer, own.explain) for layer, own in zip(layers, map(read_of, layers)) if own is not None and ours(layer)]
     if read:
-        others = [decoder for decoder in decoders if not any(layer is each for layer, _ in read for each in decoder.layers)]
-        left = {f"layers of {type(each).__name__}": (_why_unread(shapes, each), len(each.layers)) for each in others}
+        served = [layer for layer, _ in read]
+        unread = {f"layers of {type(each).__name__}": _why_unread(shapes, each, served) for each in decoders}
+        left = {
+            name: (said[0][0]._replace(text="; ".join(why.text for why, _ in said)), sum(count for _, count in said))
+            for name, said in unread.items() if said
+        }  # fmt: skip
+        stays = "batches keep their padding: what a decoder without a row does between its layers is not read"
+        left["padding"] = Reason("padding", stays), len(read)
         return explain(model, read, [], left, losses)
     found: Counter = Counter()
     parts = _all_parts(shapes, model)
@@ -191,16 +198,20 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
             text = f"{type(module).__name__}.forward has no text that is known, or reads what its class computes"
             found[PARTS["rms_norm"], Reason("row", text)] += 1
     for decoder in decoders:
-        found["decoder layer", _why_unread(shapes, decoder)] += len(decoder.layers)
+        for why, count in _why_unread(shapes, decoder):
+            found["decoder layer", why] += count
     if not decoders:
         found["decoder layer", Reason("row", f"{type(model).__name__} has no module with embed_tokens and layers")] += 1
     return explanation_of(found)
 
 
-def _why_unread(shapes: Shapes, decoder: Any) -> Reason:
-    """Why the layers of a decoder have no forward of ours."""
-    result = recognise(decoder, shapes.experts)
-    return Reason("unpatched", "transformers' own forward, or the user's") if isinstance(result, Recognised) else result
+def _why_unread(shapes: Shapes, decoder: Any, read: Sequence[nn.Module] = ()) -> List[Tuple[Reason, int]]:
+    """Why layers of a decoder have no forward of ours, and how many. read: those that have one."""
+    left = [layer for layer in decoder.layers if all(layer is not each for each in read)]
+    results = recognise(decoder, shapes.experts) if left else []
+    whose = Reason("unpatched", "transformers' own forward, or the user's")
+    counts = [(found, sum(any(layer is each for each in left) for layer in found.layers)) for found in results]
+    return [(found.why if isinstance(found, Unread) else whose, count) for found, count in counts if count]
 
 
 def _all_parts(shapes: Shapes, model: nn.Module) -> List[Part]:

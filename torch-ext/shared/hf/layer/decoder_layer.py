@@ -8,7 +8,7 @@ it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as
 
 import functools
 import sys
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -21,42 +21,33 @@ from ...decoder.sparse import norm_experts
 from ...decoder.spec import Inputs, Norm, Outputs
 from ...ops.common import autocasts, constant, constant_when_traced
 from ...ops.rotary import qk_norm_rotary
-from ...runtime.device import PLAIN
 from ..attention.masks import unless_none
 from ..family.arguments import CACHE, SINCE_5_24
 from ..family.families import Family
-from ..parts.adapters import projection_or_reason, projections
+from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.facts import follow
-from ..parts.lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
-from ..parts.modules import (
-    ACTIVATIONS,
-    OwnForwards,
-    all_are_listened_to,
-    is_activation,
-    original_forward,
-    own_class,
-    runs_torchs,
-    why_not_own,
-)
-from ..parts.weights import eps_of, held, weight_of
+from ..parts.lookups import ROTARY, SAVED, Lookups
+from ..parts.modules import OwnForwards, original_forward, own_class
+from ..parts.weights import eps_of, weight_of
 from ..parts.wrapped import inside
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, tile_of, warn_of_called_attention, warn_of_kept_mlp
-from .products import explain_products, products_of
+from .fusable import Groups, explain_layer, why_not_fusable
+from .products import products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
-
-WHOLE = "decoder layer"  # the part that `explain` names where a layer is not taken apart
-Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)
 
 
 class Mixed(NamedTuple):
     """Holds the result of attention or of another mixer of tokens. attended: [batch, tokens, hidden] after the last projection, or its
     contiguous input, [batch, tokens, heads, head_dim] or [tokens, features]. output: the last projection, None where it has been applied.
-    residual: the residual stream."""
+    residual: the residual stream. normed: what a norm that is called made of it, None without one. others: what a module that was called
+    returned beside its result."""
 
     attended: torch.Tensor
     output: Optional[nn.Module]
     residual: torch.Tensor
+    normed: Optional[torch.Tensor] = None
+    others: Tuple[Any, ...] = ()
 
 
 class FusedLayer(OwnForwards):
@@ -67,10 +58,10 @@ class FusedLayer(OwnForwards):
     def __init__(self, family: Family):
         super().__init__(family.modeling, *family.classes())
         self.family = family
-        self.norms = tuple(name for name in family.norms if name)
-        self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
+        self.norms = tuple(name for name in family.norms if name and name not in family.called)
         self.of_mlp = (*family.gate_up, family.down)  # the projections
-        self.calls_attention, self.calls_mlp = "self_attn" in family.called, family.block in family.called
+        self.calls_attention, self.calls_mlp = family.attention in family.called, family.block in family.called
+        self.head_norms = () if family.qk_norm == "none" or self.calls_attention else family.head_norms
         self.rotary_functions = () if family.mixers or self.calls_attention else (ROTARY, *family.position_scale[:1])  # of the module
         self.classes = (f"{family.prefix}DecoderLayer", *family.classes())
         self.specs: dict = {}  # descriptions that were made, by what they follow from
@@ -115,14 +106,15 @@ class FusedLayer(OwnForwards):
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
         """Runs attention on x, from the norm in front of it to the input of its output projection."""
+        norm = self.family.norms.inputs
+        normed = self.normed(layer, norm, x) if self.calls_attention or norm in self.family.called else None
+        attention = _parts(layer)[self.family.attention]
         if self.calls_attention:
             warn_of_called_attention(layer)
-            norm = _part(layer, self.family.norms.inputs)
-            normed = x if norm is None else rms_norm(self.norm(eps_of(norm)), x, weight_of(norm))
-            given = {self.attention_input: normed, "attention_mask": attention_mask, CACHE: cache, **kwargs}
-            return Mixed(_parts(layer)["self_attn"](position_embeddings=position_embeddings, **given)[0], None, x)
-        q, k, v, residual = _attention_inputs(self, layer, x, position_embeddings)
-        attention = _parts(layer)["self_attn"]
+            given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
+            attended, *others = self.call_attention(attention, normed, given)
+            return Mixed(attended, None, x, normed, tuple(others))
+        q, k, v, residual = _attention_inputs(self, layer, x if normed is None else normed, position_embeddings)
         if self.family.position_scale:
             q = _scaled_by_position(self, attention, q, kwargs.get("position_ids"))
         if cache is None and keeps_attention(layer) and not attention.attention_dropout:
@@ -130,14 +122,35 @@ class FusedLayer(OwnForwards):
             attended = attend_once(layer, x, conditions, lambda: attend(self, attention, q, k, v, attention_mask, None, kwargs))
         else:
             attended = attend(self, attention, q, k, v, attention_mask, cache, kwargs)
-        return Mixed(attended, _parts(attention)["o_proj"], residual)
+        return Mixed(attended, _parts(attention)[self.family.output], residual if normed is None else x, normed)
+
+    def call_attention(self, attention, normed, given: Dict[str, Any]) -> Tuple[Any, ...]:
+        """Calls attention as the module that it is. given: what the layer has, by its own names. Returns the results."""
+        return attention(**{self.attention_input: normed, **given})
+
+    def fused_norm(self, layer, name: Optional[str]) -> Optional[nn.Module]:
+        """A norm of the layer that is not called as the module that it is."""
+        return None if name is None or name in self.family.called else _parts(layer)[name]
+
+    def normed(self, layer, name: Optional[str], x):
+        """x behind a norm of the layer, where there is one."""
+        norm = self.fused_norm(layer, name)
+        if norm is not None:
+            return rms_norm(self.norm(eps_of(norm)), x, weight_of(norm))
+        return x if name is None else _parts(layer)[name](x)
+
+    def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
+        """What a layer returns. x: the residual stream behind both branches; given: as of `call_attention`."""
+        return x
 
     def projection_groups(self, layer, x) -> Groups:
         """Groups attention's projections as `explain` shows them."""
         if self.calls_attention:
             return []
-        inner, names = _parts(_parts(layer)["self_attn"]), self.family.qkv
-        return [(f"norm, {', '.join(names)}, rotary", {name: inner[name] for name in names}), ("o_proj", {"o_proj": inner["o_proj"]})]
+        inner, names, last = _parts(_parts(layer)[self.family.attention]), self.family.qkv, self.family.output
+        norm = [] if self.family.norms.inputs in self.family.called else ["norm"]
+        rotary = ["rotary"] if "position_embeddings" in self.family.takes else []
+        return [(", ".join([*norm, *names, *rotary]), {name: inner[name] for name in names}), (last, {last: inner[last]})]
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
@@ -147,90 +160,6 @@ class FusedLayer(OwnForwards):
 def _parts(layer):
     """The submodules of a module by name. nn.Module's own look-up costs 0.4 us each, and a layer is taken apart at every call."""
     return layer.__dict__["_modules"]
-
-
-def _part(layer, name: Optional[str]):
-    return None if name is None else layer.__dict__["_modules"][name]
-
-
-def has_plain_norm(own: OwnForwards, norm, x) -> bool:
-    weight = held(norm, "weight")
-    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
-
-
-def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
-    """Why the parts of a layer may not be taken apart: they have hooks, or hold other things than the family's. None when they may."""
-    if type(x) not in PLAIN or x.dim() != 3:
-        return Reason("tensor", "the input is not an ordinary tensor [batch, tokens, hidden]")
-    if all_are_listened_to():
-        return Reason("hooks", "hooks listen to all modules of the process")
-    if x.dtype not in (product_dtype(x), torch.float32):
-        return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
-    parts, family = _parts(layer), own.family
-    other = own.why_other(layer)
-    if other is not None:
-        return other
-    apart = not family.mixers and not own.calls_attention
-    mlp, inner = parts[family.block], _parts(parts["self_attn"]) if apart else {}
-    if apart and not own.run_by(parts["self_attn"]):
-        return why_not_own(parts["self_attn"], "self_attn")
-    if not own.calls_mlp and not own.run_by(mlp):
-        return why_not_own(mlp, family.block)
-    for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
-        if not has_plain_norm(own, norm, x):
-            weight = f"a weight that is not an ordinary tensor of {x.dtype}"
-            return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
-    gated = not own.calls_mlp and not is_sparse(mlp)
-    activation = _parts(mlp).get(family.act) if gated else None
-    if gated and not is_activation(activation, family.activation):
-        if isinstance(activation, (nn.SiLU, sys.modules[ACTIVATIONS].SiLUActivation)) and replaced_below(type(activation).forward):
-            return Reason("below", replaced_below(type(activation).forward))
-        return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
-    for name in family.dropouts:
-        if type(parts[name]) is not nn.Dropout or not runs_torchs(parts[name], nn.Dropout) or (parts[name].p and layer.training):
-            return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
-    for function in own.rotary_functions:
-        if not own.rotary(function):
-            return Reason("replaced", f"{function} is not transformers' own")
-    replaced = own.replaced()
-    if replaced:
-        return Reason("below", replaced)
-    if family.multiplier is not None and not isinstance(getattr(layer, family.multiplier), (int, float)):
-        return Reason("model", f"{family.multiplier} is not a number: a tensor may want a gradient")
-    return None
-
-
-NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
-
-
-def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]]]:
-    """[(part, None or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
-    reason = why_not_fusable(own, layer, x)
-    if reason is not None:
-        return [(WHOLE, reason), *explain_products(layer, (), own.family.down, None)]
-    block, family = _parts(layer)[own.family.block], own.family
-    dtype, wider = product_dtype(x), autocasts(x.device)
-    groups = own.projection_groups(layer, x)
-    output = groups[-1][0] if groups else ""
-    if not own.calls_mlp and not is_sparse(block):
-        groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
-    rows = []
-    for part, linears in groups:
-        reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in linears.items())
-        rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
-    if family.sparse is not None and is_sparse(block):
-        found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
-        adapted = isinstance(found, SparseBlock) and any(found.adapters)
-        said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
-        rows.append((said, found if isinstance(found, Reason) else None))
-    for name in family.called:
-        rows.append((name, own.reason_of_called(name)))
-    last, reason = rows[-1]
-    if reason is not None:
-        called = Reason("node", f"the node that it would be in is also that of {last}")
-        rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
-    dense = () if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
-    return rows + explain_products(layer, dense, family.down, dtype, wider)
 
 
 def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
@@ -246,7 +175,7 @@ def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
     return Outputs(own.norm(after), own.norm(before), own.norm(behind), own.family.activation, multiplier)
 
 
-def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Inputs:
+def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, width) -> Inputs:
     head_dim, rows, head_eps = attention.head_dim, None, eps_of(q_norm)
     if k_norm is not None and eps_of(k_norm) != head_eps:
         raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {eps_of(k_norm)}, expected one")
@@ -254,19 +183,21 @@ def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Input
         config = attention.config
         keys = config.num_key_value_heads * head_dim
         rows = config.num_attention_heads * head_dim, keys, keys
-    return own.spec(make_inputs, head_dim, eps_of(norm), head_eps, None if cos is None else cos.shape[-1], rows)
+    return own.spec(make_inputs, head_dim, eps_of(norm), head_eps, width, rows)
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
-    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual."""
-    family, attention = own.family, _parts(layer)["self_attn"]
-    norm, inner = _part(layer, family.norms.inputs), _parts(attention)
+    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual; of a norm that is called x is the result."""
+    family, attention = own.family, _parts(layer)[own.family.attention]
+    norm, inner = own.fused_norm(layer, family.norms.inputs), _parts(attention)
     q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
-    turned = position_embeddings is not None and (family.turned is None or getattr(attention, family.turned))
-    cos, sin = position_embeddings if turned else (None, None)
+    is_turned = position_embeddings is not None and (family.turned is None or getattr(attention, family.turned))
+    angles = position_embeddings if is_turned else (None, None)
+    width, step = None if angles[0] is None else angles[0].shape[-1], 2 if family.spread else 1
+    cos, sin = (None if each is None else each[..., ::step] for each in angles)
     linears = [inner[name] for name in family.qkv]
     x = x.contiguous()
-    spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (weight_of(q_norm), weight_of(k_norm))
+    spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, width), (weight_of(q_norm), weight_of(k_norm))
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
         wider = autocasts(x.device)
         dtype = product_dtype(x) if wider else x.dtype
@@ -285,7 +216,11 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     if q_norm is not None:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
+    if angles[0] is not None:
+        rotate, width = getattr(sys.modules[family.modeling], ROTARY), spec.turned or spec.head_dim
+        turned = rotate(q[..., :width], k[..., :width], *angles)
+        q, k = (torch.cat((part, t[..., width:]), -1) if spec.turned else part for part, t in zip(turned, (q, k)))
+    return q, k, v, x
 
 
 def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
@@ -320,8 +255,8 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     return output if output.dim() == 4 and output.is_contiguous() else output.reshape(q.shape[0] * q.shape[2], -1)
 
 
-def _finish(own: FusedLayer, layer, attended, o_proj, x):
-    """The output projection and the MLP or the experts, with both residual connections. attended, o_proj, x: as of `Mixed`.
+def _finish(own: FusedLayer, layer, mixed: Mixed):
+    """The output projection and the MLP or the experts, with both residual connections.
 
     | MLP or experts | output projection | what runs                                                                         |
     |----------------|-------------------|-----------------------------------------------------------------------------------|
@@ -330,9 +265,11 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
     | called         | called            | norms with the residual connections around the module (`_finish_apart`)           |
     """
     family, parts = own.family, _parts(layer)
+    attended: Any = mixed.attended
+    o_proj, x = mixed.output, mixed.residual
     wider = autocasts(x.device)
     dtype = product_dtype(x) if wider else x.dtype
-    after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
+    after, before, behind = [own.fused_norm(layer, name) for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(make_outputs, eps_of(after), eps_of(before), eps_of(behind), multiplier)
     fused = _fused_block(own, parts[family.block], x, dtype, wider)
@@ -340,8 +277,8 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
     if o is None:
         output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
         if fused is None or (isinstance(fused, SparseBlock) and output.dtype != dtype):
-            return _finish_apart(own, spec, layer, output, x)
-        x, attended, after = _branch(spec, spec.after, after, output.reshape(x.shape)) + x, None, None
+            return _finish_apart(own, spec, layer, output, mixed)
+        x, attended, after = _branch(own, spec, layer, family.norms.after, output.reshape(x.shape)) + x, None, None
     recompute = recomputes_mlp(layer)
     if isinstance(fused, SparseBlock):
         router, weights, options, shared, adapters = fused
@@ -365,23 +302,26 @@ def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection
     return projections([linears[name] for name in own.of_mlp], dtype, wider)
 
 
-def _branch(spec: Outputs, norm: Norm, module, output):
-    """What a branch adds to the residual stream."""
-    output = output if module is None else rms_norm(norm, output, weight_of(module))
+def _branch(own: FusedLayer, spec: Outputs, layer, norm: Optional[str], output):
+    """What a branch adds to the residual stream. norm: of the branch."""
+    output = own.normed(layer, norm, output)
     return output if spec.multiplier == 1 else output * spec.multiplier
 
 
-def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
+def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, mixed: Mixed):
     """The norms with the residual connections, and between them the MLP or the experts called as the module that they are."""
     warn_of_kept_mlp(layer)
-    after, before, behind = [_part(layer, name) for name in own.family.norms[1:]]
-    if before is not None and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
-        normed, total = add_rms_norm(spec.before, output, x.view(output.shape), weight_of(before))
+    family, x = own.family, mixed.residual
+    first, after, before, behind = family.norms
+    norm = own.fused_norm(layer, before)
+    if norm is not None and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
+        normed, total = add_rms_norm(spec.before, output, x.view(output.shape), weight_of(norm))
     else:
-        total = x + _branch(spec, spec.after, after, output)
-        normed = total if before is None else rms_norm(spec.before, total, weight_of(before))
-    found = _parts(layer)[own.family.block](normed)
-    return _branch(spec, spec.behind, behind, found[0] if isinstance(found, tuple) else found) + total
+        total = x + _branch(own, spec, layer, after, output)
+        both = mixed.normed if before == first and family.parallel else None
+        normed = own.normed(layer, before, x if family.parallel else total) if both is None else both
+    found = _parts(layer)[family.block](normed)
+    return _branch(own, spec, layer, behind, (found[0] if isinstance(found, tuple) else found).view(total.shape)) + total
 
 
 def decoder_layer_forward(own: FusedLayer, layer, kwargs):
@@ -390,10 +330,13 @@ def decoder_layer_forward(own: FusedLayer, layer, kwargs):
 
 
 def _run(own: FusedLayer, layer, kwargs):
-    hidden_states, attention_mask = kwargs.pop("hidden_states"), unless_none(kwargs.pop("attention_mask", None))
-    cache, position_embeddings = kwargs.pop(CACHE, None), kwargs.pop("position_embeddings", None)
-    if why_not_fusable(own, layer, hidden_states):
+    x, given = kwargs.pop(own.family.takes[0]), {**kwargs}
+    if "attention_mask" in given:
+        given["attention_mask"] = unless_none(given["attention_mask"])
+    if why_not_fusable(own, layer, x):
         warn_of_kept_mlp(layer)
-        named = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings}
-        return original_forward(layer)(layer, hidden_states, **named, **kwargs)
-    return _finish(own, layer, *own.mix(layer, hidden_states, attention_mask, cache, position_embeddings, kwargs))
+        return original_forward(layer)(layer, x, **given)
+    rest = {**given}
+    mask, cache, position_embeddings = (rest.pop(name, None) for name in ("attention_mask", CACHE, "position_embeddings"))
+    mixed = own.mix(layer, x, mask, cache, position_embeddings, rest)
+    return own.returned(layer, _finish(own, layer, mixed), mixed, given)

@@ -35,8 +35,8 @@ def _linears_of(own: FusedLayer, layer) -> List[Dict[str, nn.Module]]:
         if mixer.name in parts:
             add(parts[mixer.name], mixer.name, mixer.output)
     if not family.mixers and not own.calls_attention:
-        add(parts["self_attn"], "self_attn", *family.qkv)
-        add(parts["self_attn"], "self_attn", "o_proj")
+        add(parts[family.attention], family.attention, *family.qkv)
+        add(parts[family.attention], family.attention, family.output)
     if not own.calls_mlp:
         add(block, family.block, *family.gate_up)
         add(block, family.block, family.down)

@@ -10,7 +10,8 @@ from ...ops.gated_output import gated_output
 from ...ops.rotary import qk_norm_rotary
 from ..parts.explanation import Reason
 from ..parts.modules import why_not_own
-from .decoder_layer import ROTARY, FusedLayer, attend, has_plain_norm
+from .decoder_layer import ROTARY, FusedLayer, attend
+from .fusable import has_plain_norm
 
 
 def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:

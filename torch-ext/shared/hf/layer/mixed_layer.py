@@ -25,8 +25,9 @@ from ..parts.explanation import MIXERS, Reason
 from ..parts.modules import is_marked, own_forward
 from ..parts.weights import eps_of, weight_of
 from . import gated_attention
-from .decoder_layer import FusedLayer, Groups, Mixed
+from .decoder_layer import FusedLayer, Mixed
 from .delta_net import NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
+from .fusable import Groups
 
 
 class MixedLayer(FusedLayer):

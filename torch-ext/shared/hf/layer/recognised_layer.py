@@ -2,28 +2,40 @@
 their branches stays as it was."""
 
 import sys
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ..family.families import Family
+from ..family.arguments import CACHE, named
+from ..family.calls import ARGUMENT
+from ..family.expressions import Op
+from ..family.layer_reader import STREAM
+from ..family.row_reader import Row
 from ..parts.explanation import Reason
-from ..parts.facts import Path, held_at
+from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups
 from ..parts.modules import is_marked, original_forward_of, own_forward
-from .decoder_layer import WHOLE, FusedLayer
+from .decoder_layer import FusedLayer, Mixed
+from .fusable import WHOLE
 
 FACTS = SAVED + "facts"  # on a layer: what decided its branches, by the attributes that lead to it
 
 
-class RecognisedLayer(FusedLayer):
-    """A row that no table has. classes: the names of those that are taken apart. called: why parts are called, by their attributes.
-    arguments: of the forwards, with the defaults for which they were read."""
+GIVEN = "attention_mask", CACHE, "position_embeddings"  # None where a layer was called without
 
-    def __init__(self, family: Family, classes: Sequence[str], called: Mapping[str, str], arguments: Mapping[str, Any]):
+
+class RecognisedLayer(FusedLayer):
+    """A row that no table has, as it was read. classes: the names of those that are taken apart. experts: those whose forward is ours,
+    though the block around them is called: by the name of the class, `router_indices` of a `Sparse`."""
+
+    def __init__(self, row: Row, classes: Sequence[str], experts: Mapping[str, bool] = {}):
+        family = row.family
         super().__init__(family)
-        self.called, self.arguments = called, arguments
+        self.called, self.arguments, self.frame = row.called, row.arguments, row.frame
         self.classes = tuple(classes)
+        self.experts = experts if family.sparse is None else {family.sparse.classes[2]: family.sparse.router_indices}
+        self._takes = {*family.takes, *map(named, family.takes)}
+        self._told = {argument for _, argument, _ in row.frame.handed.names}
         # What the file of the model has under a name was read; later it may not be another thing.
         home = sys.modules[family.modeling]
         self._forwards = [original_forward_of(getattr(home, name)) for name in classes]
@@ -34,10 +46,38 @@ class RecognisedLayer(FusedLayer):
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """As of `FusedLayer`, with a row that says that the others were read."""
         rows = super().explain(layer, x)
-        return rows if rows[0][0] == WHOLE else [(f"read: {type(layer).__name__}.forward", None), *rows]
+        if rows[0][0] == WHOLE:
+            return rows
+        experts = layer._modules[self.family.block]._modules.get("experts") if self.calls_mlp else None  # type: ignore[union-attr]
+        more = [("experts", None)] if type(experts).__name__ in self.experts and is_marked(own_forward(experts)) else []
+        return [(f"read: {type(layer).__name__}.forward", None), *rows, *more]
 
     def reason_of_called(self, name: str) -> Reason:
         return Reason("called", self.called[name])
+
+    def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
+        """As of `FusedLayer`; attention is told what the layer's own forward tells it."""
+        if not self.calls_attention:
+            kwargs = self._handed_on(kwargs)
+        return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
+
+    def _handed_on(self, given: Mapping[str, Any]) -> Dict[str, Any]:
+        """What a layer's own forward hands on to attention as it is: of its arguments some, of other keywords all or none."""
+        rest = self.frame.handed.rest
+        return {name: value for name, value in given.items() if name in self._told or (rest and name not in self._takes)}
+
+    def call_attention(self, attention, normed, given: Dict[str, Any]) -> Tuple[Any, ...]:
+        handed = self.frame.handed
+        told = {name: given.get(argument, value) for name, argument, value in handed.names}
+        others = {name: value for name, value in self._handed_on(given).items() if name not in self._takes}
+        rest = {name: value for name, value in others.items() if value is not None or name not in GIVEN}
+        found = attention(**{handed.input: normed, **told, **rest})
+        return found if handed.results else (found,)
+
+    def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
+        then, returns = self.frame.then, self.frame.returns
+        x = x if then is None else _after(then, {STREAM: x}, layer, given)
+        return x if returns is None else tuple(x if each == "" else each and mixed.others[each - 1] for each in returns)
 
     def run_by(self, module) -> bool:
         function = own_forward(module)
@@ -58,3 +98,25 @@ class RecognisedLayer(FusedLayer):
             if now is not held and now != held:
                 return Reason("facts", f"{'.'.join(path)} is {now!r}, and was {held!r} when kernelize() read what the layer computes")
         return super().why_other(layer)
+
+
+def _after(op: Op, known: Dict[Op, Any], layer: nn.Module, given: Mapping[str, Any]) -> Any:
+    """What a layer does to its residual stream, with its own modules. known: what is known of operations, which is added to; given: the
+    layer's arguments by name."""
+    if op not in known:
+        of = [_after(each, known, layer, given) for each in op.of]
+        if op.kind in ("parameter", "buffer"):
+            known[op] = follow(layer, op.name)
+        elif op.kind == "add":
+            known[op] = of[0] + of[1]
+        elif op.kind == "multiply":
+            known[op] = of[0] * of[1]
+        elif op.kind == "times":
+            path = op.name if isinstance(op.name, tuple) else ()
+            factor = given.get(path[1]) if path[:1] == (ARGUMENT,) else follow(layer, path) if path else op.name
+            known[op] = of[0] * factor
+        elif op.kind == "written":
+            known[op] = of[1].to(of[0].dtype)
+        else:
+            known[op] = layer._modules[op.name](*of)  # type: ignore[misc]
+    return known[op]

@@ -49,6 +49,7 @@ ADVICE = {
     "default": "put transformers' own function back, or leave attention to it; every other part is fused",
     "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
+    "padding": "pack the texts, or sort them by length",
     "eight_bits": "nothing: these products are in bf16",
     "tiles": "adapters without dropout, products in bf16 and a dense MLP are computed in tiles",
     "node": "have that part fused, and this one is too",

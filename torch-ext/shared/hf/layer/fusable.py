@@ -1,0 +1,105 @@
+"""Whether the parts of a decoder layer may be taken apart, and what `explain` says of each. own: what serves it, a `FusedLayer`."""
+
+import sys
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ...decoder.nodes import product_dtype
+from ...ops.common import autocasts
+from ...runtime.device import PLAIN
+from ..parts.adapters import projection_or_reason
+from ..parts.explanation import Reason
+from ..parts.lookups import overridden, replaced_below
+from ..parts.modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, runs_torchs, why_not_own
+from ..parts.weights import held
+from .products import explain_products
+from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
+
+WHOLE = "decoder layer"  # the part that `explain` names where a layer is not taken apart
+Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)
+
+
+def _parts(layer):
+    return layer.__dict__["_modules"]
+
+
+def has_plain_norm(own: OwnForwards, norm, x) -> bool:
+    weight = held(norm, "weight")
+    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
+
+
+def why_not_fusable(own: Any, layer, x) -> Optional[Reason]:
+    """Why the parts of a layer may not be taken apart: they have hooks, or hold other things than the family's. None when they may."""
+    if type(x) not in PLAIN or x.dim() != 3:
+        return Reason("tensor", "the input is not an ordinary tensor [batch, tokens, hidden]")
+    if all_are_listened_to():
+        return Reason("hooks", "hooks listen to all modules of the process")
+    if x.dtype not in (product_dtype(x), torch.float32):
+        return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
+    parts, family = _parts(layer), own.family
+    other = own.why_other(layer)
+    if other is not None:
+        return other
+    apart = not family.mixers and not own.calls_attention
+    mlp, inner = parts[family.block], _parts(parts[family.attention]) if apart else {}
+    if apart and not own.run_by(parts[family.attention]):
+        return why_not_own(parts[family.attention], family.attention)
+    if not own.calls_mlp and not own.run_by(mlp):
+        return why_not_own(mlp, family.block)
+    for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
+        if not has_plain_norm(own, norm, x):
+            weight = f"a weight that is not an ordinary tensor of {x.dtype}"
+            return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
+    gated = not own.calls_mlp and not is_sparse(mlp)
+    activation = _parts(mlp).get(family.act) if gated else None
+    if gated and not is_activation(activation, family.activation):
+        if isinstance(activation, (nn.SiLU, sys.modules[ACTIVATIONS].SiLUActivation)) and replaced_below(type(activation).forward):
+            return Reason("below", replaced_below(type(activation).forward))
+        return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
+    for name in family.dropouts:
+        if type(parts[name]) is not nn.Dropout or not runs_torchs(parts[name], nn.Dropout) or (parts[name].p and layer.training):
+            return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
+    for function in own.rotary_functions:
+        if not own.rotary(function):
+            return Reason("replaced", f"{function} is not transformers' own")
+    replaced = own.replaced()
+    if replaced:
+        return Reason("below", replaced)
+    if family.multiplier is not None and not isinstance(getattr(layer, family.multiplier), (int, float)):
+        return Reason("model", f"{family.multiplier} is not a number: a tensor may want a gradient")
+    return None
+
+
+NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
+
+
+def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
+    """[(part, None or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
+    reason = why_not_fusable(own, layer, x)
+    if reason is not None:
+        return [(WHOLE, reason), *explain_products(layer, (), own.family.down, None)]
+    block, family = _parts(layer)[own.family.block], own.family
+    dtype, wider = product_dtype(x), autocasts(x.device)
+    groups = own.projection_groups(layer, x)
+    output = groups[-1][0] if groups else ""
+    if not own.calls_mlp and not is_sparse(block):
+        groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
+    rows = []
+    for part, linears in groups:
+        reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in linears.items())
+        rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
+    if family.sparse is not None and is_sparse(block):
+        found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
+        adapted = isinstance(found, SparseBlock) and any(found.adapters)
+        said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
+        rows.append((said, found if isinstance(found, Reason) else None))
+    for name in family.called:
+        rows.append((name, own.reason_of_called(name)))
+    last, reason = rows[-1]
+    if reason is not None:
+        called = Reason("node", f"the node that it would be in is also that of {last}")
+        rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
+    dense = () if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
+    return rows + explain_products(layer, dense, family.down, dtype, wider)
