@@ -199,9 +199,14 @@ qwen3_5_folder, loaded_qwen3_5, qwen3_5 = package_fixtures("qwen3_5", "packages/
 
 
 @pytest.fixture(scope="session")
-def liger(tmp_path_factory):
+def liger_folder(tmp_path_factory) -> Path:
+    return assembled_once(tmp_path_factory, "liger", package="packages/liger")
+
+
+@pytest.fixture(scope="session")
+def liger(liger_folder):
     """The package for Liger's users, loaded."""
-    return load(assembled_once(tmp_path_factory, "liger", package="packages/liger"))
+    return load(liger_folder)
 
 
 @pytest.fixture(scope="session")
