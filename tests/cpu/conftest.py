@@ -65,9 +65,9 @@ def no_build_stays_registered():
 def in_force() -> set:
     """What the packages that are loaded have put in the place of transformers' own."""
     found = set()
-    for name in [name for name in sys.modules if name.endswith(".api") and name.count(".") == 1]:
-        for targets in getattr(getattr(sys.modules[name], "_calls", None), "families", ()):
-            patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.install.patching"]
+    for name, module in [(name, module) for name, module in sys.modules.items() if "." not in name]:
+        for targets in getattr(getattr(module, "__dict__", {}).get("_calls"), "families", ()):
+            patching = sys.modules[f"{name}.shared.hf.install.patching"]
             for operation in targets.operations if targets.modeling in sys.modules else ():
                 owner, attribute, ours = patching._target(targets, operation)
                 if owner is not None and patching.ownership.current(owner, attribute) is patching.for_class(ours):
