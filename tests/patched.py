@@ -14,7 +14,7 @@ from tests.versions import forward_of
 
 def calls_of(package):
     """What holds the calls of a loaded package, the rows that it serves and what stands in for what (`hf.install.interface.Interface`)."""
-    return sys.modules[f"{package.__name__}.api"]._calls
+    return package._calls
 
 
 def everything_of(modeling, classes):

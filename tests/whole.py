@@ -75,8 +75,12 @@ GROUPS = (
         "a model compiles for 5 to 30 seconds; each operation is compiled in `make test`, forward and backward",
         {
             "test_compile.py": "a_compiled_model_runs_the_kernels_that_it_runs_otherwise what_people_train_is_fused_when_compiled "
-            "a_compiled_mlp_is_made_again the_gradient_of_the_embedding_is_eager_modes_bit_for_bit a_replaced_forward_runs_when_compiled "
+            "the_gradient_of_the_embedding_is_eager_modes_bit_for_bit a_replaced_forward_runs_when_compiled "
             "export attention_has_a_mask_when_compiled_where_one_was_given",
+            "test_compiled_numbers.py": "a_model_with_symbols_for_its_numbers",
+            "test_eight_bits.py": "a_compiled_model_has_them",
+            "test_expert_adapters.py": "torch_compile",
+            "attention/test_attention_batches.py": "compile",
             "test_layers.py": "torch_compile",
             "test_gpt_oss.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
@@ -99,6 +103,40 @@ GROUPS = (
             "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
             "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
         },
+    ),
+    Group(
+        "models that change after they were compiled, and what a graph has of one option",
+        "none",
+        none,
+        "each compiles a model, some of them several times; each form of a model is compiled once in `make test`. Run these files when you "
+        "change what a graph sees of a layer",
+        {
+            "test_compile.py": "adapters_that_are_switched_compile_again dropout_of_an_adapter_is_drawn_when_compiled "
+            "nothing_that_the_first_step_learns_makes_the_second_one_compile a_compiled_mlp_is_made_again "
+            "a_compiled_model_evaluates_in_training_mode_without_gradients",
+            "test_eight_bit_weights.py": "in_a_graph",
+            "test_lookups.py": "a_graph_calls_it",
+            "attention/test_attention_choice.py": "a_model_that_was_given_it_compiles",
+            "attention/test_attention_documents.py": "rows_without_position_ids_go_to_sdpa_in_a_graph",
+            "test_sequence_parallel.py": "ulysses_compiled",
+        },
+    ),
+    Group(
+        "the self checks of every package",
+        "Qwen3's package, and the first of the modes that a user may have set",
+        first,
+        "two to four seconds each; the operations are the same in all packages, and test_packages.py says which kernels each ships",
+        {
+            "test_explain.py": "every_package_checks_its_operations_against_float64 "
+            "every_package_checks_the_operations_whose_kernels_it_ships the_check_sets_its_own_modes",
+        },
+    ),
+    Group(
+        "the last of two calls of `apply` and `kernelize`",
+        "Qwen3-MoE",
+        first,
+        "every call follows every other one in both packages, some 300 times, with the same functions",
+        {"test_option_pairs.py": "the_last_call_wins"},
     ),
     Group(
         "losses of every type that transformers lists",
@@ -203,7 +241,7 @@ GROUPS = (
             "test_optimizer.py": "what_happens_between_steps_is_noticed",
             "test_autocast.py": "forward_and_backward_on_either_side_of_autocast",
             "test_alignment.py": "odd_addresses_in_groups_that_are_cut",
-            "families/test_families.py": "gradient_checkpointing",
+            "families/test_families.py": "gradient_checkpointing adapters_of_experts_and_routers made_again_in_the_backward_pass",
             "test_recomputation.py": "each_layer_runs_twice",
             "attention/test_attention_of_others.py": "what_is_a_users_own_gets_masks_of_transformers "
             "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention",
@@ -223,13 +261,13 @@ GROUPS = (
         },
     ),
     Group(
-        "configurations and half precision of the families",
-        "one configuration of each family; half precision of Llama, Gemma 3 and Phi-3",
+        "configurations, half precision and autocast of the families",
+        "one configuration of each family; half precision of Llama, Gemma 3 and Phi-3; autocast of two, and with the kernels of a third",
         one_of(r"^(llama|gemma3_text|phi3)\b|^\w+(?=-)"),
         "each family trains a step in `make test`, and its layers are compared with transformers' own (test_rows.py)",
         {
             "families/test_families.py": "what_a_configuration_may_change half_precision_is_as_exact_as_before "
-            "half_precision_of_a_layer_that_is_not_fused",
+            "half_precision_of_a_layer_that_is_not_fused autocast",
         },
     ),
     Group(
@@ -254,7 +292,7 @@ GROUPS = (
         {"test_readme.py": "a_block_runs"},
     ),
     Group(
-        "each package's build and card, ways of fetching and uploading, releases of transformers that are made up",
+        "each package's build and card, ways of fetching, uploading and importing, releases of transformers that are made up",
         "the first case of each test",
         first,
         "each takes seconds; every package is assembled, and loaded, by the tests of its models",
@@ -263,6 +301,8 @@ GROUPS = (
             "publishing/test_kernels_command.py": "what_is_locked_and_downloaded_loads_without_a_network",
             "publishing/test_publish.py": "a_killed_upload_is_finished_by_running_it_again",
             "test_texts.py": "a_made_up_release",
+            "test_liger_back_end.py": "chosen_by_the_environment",
+            "test_trl.py": "imports_that_come_later",
         },
     ),
     Group(
@@ -284,7 +324,7 @@ GROUPS = (
         },
     ),
     Group(
-        "what a process prints as it ends, what the GPU tests import, and pytest without a network",
+        "what a process prints as it ends, what the GPU tests import, pytest without a network, and Liger alone",
         "none",
         none,
         "each is a process that imports everything, and changes when imports do: run these files when you change those",
@@ -292,6 +332,21 @@ GROUPS = (
             "publishing/test_hub.py": "what_a_machine_says_of_its_network_does_not_reach_the_tests",
             "test_faults.py": "at_the_end_of_the_interpreter_nothing_is_printed",
             "test_sanitizer.py": "the_tests_for_a_gpu_need_no_compiler",
+            "test_liger_back_end.py": "the_environment_alone_is_refused_by_liger where_liger_is_wrong",
+        },
+    ),
+    Group(
+        "benchmarks as processes, and what the host needs",
+        "none",
+        none,
+        "four to thirteen seconds each; each benchmark runs with small sizes in `make test`. Run these files when you change benchmark/",
+        {
+            "test_benchmark_declarations.py": "a_new_operation_is_one_file",
+            "test_benchmark_kernels_cli.py": "kernels_benchmark_runs_every_file_of_a_snapshot",
+            "test_benchmark_runs.py": "the_hosts_time the_step_of_the_optimizer",
+            "test_benchmark_steps.py": "a_deep_model_uses_all_experts "
+            "nothing_that_is_imported_before_the_fork_starts_cuda_or_chooses_for_all",
+            "publishing/test_kernels_command.py": "kernels_benchmark_runs_what_is_published",
         },
     ),
     Group(

@@ -7,12 +7,12 @@ variant only.
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
@@ -40,17 +40,19 @@ def add_op_namespace_prefix(op_name: str) -> str:
 '''
 
 
-def imported(name: str, source: bytes) -> Iterator[str]:
+@functools.cache
+def imported(name: str, source: bytes) -> frozenset[str]:
     """The modules that a file imports relatively, anywhere in it, as paths without ending from the package's root.
 
     name: the file's path from there. `from .a import b` gives `a` and `a/b`: b may be a module.
     """
+    found: set[str] = set()
     for node in ast.walk(parse_python(source.decode(), name)):
         if isinstance(node, ast.ImportFrom) and node.level:
             parents = PurePosixPath(name).parts[: -node.level]
             module = PurePosixPath(*parents, *(node.module or "").split("."))
-            yield str(module)
-            yield from (str(module / alias.name) for alias in node.names)
+            found |= {str(module), *(str(module / alias.name) for alias in node.names)}
+    return frozenset(found)
 
 
 def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
@@ -60,9 +62,12 @@ def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
     So an edit of what a package does not use leaves its build, and its digest, as they were.
     """
     found: dict[str, bytes] = {}
+    seen: set[str] = set()
     waiting = [(name, data) for name, data in files.items() if name.endswith(".py")]
     while waiting:
-        for module in imported(*waiting.pop()):
+        modules = imported(*waiting.pop()) - seen
+        seen |= modules
+        for module in modules:
             parts = PurePosixPath(module).parts
             if parts[:1] != (SHARED,):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 from pathlib import Path
@@ -14,24 +15,34 @@ class SourceError(Exception):
     """A source of kernels is missing or is not Python; the text names it."""
 
 
-def _tree(module: str) -> ast.Module:
-    """The syntax of a module of kernel_src: without docstrings, comments and line numbers, which are no part of a kernel."""
+def _source(module: str) -> tuple[str, str]:
+    """(path, text) of a module of kernel_src."""
     spec = importlib.util.find_spec(f"{PACKAGE}.{module}")
     if spec is None or spec.origin is None:
         raise SourceError(f"{PACKAGE} has no {module}.py")
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
+        return spec.origin, Path(spec.origin).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise SourceError(f"{spec.origin}: {error}") from error
+
+
+@functools.cache
+def _read(path: str, source: str) -> tuple[frozenset[str], str]:
+    """(the modules of kernel_src that a module imports, its syntax without docstrings, comments and line numbers, which are no part of a
+    kernel)."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise SourceError(f"{path}: {error}") from error
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
-    return tree
+    return _imported(tree), _text(tree)
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def _imported(tree: ast.Module) -> frozenset[str]:
     """The modules of kernel_src that a module imports, by their names there."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names if node.module == PACKAGE)]
@@ -40,7 +51,7 @@ def _imported(tree: ast.Module) -> set[str]:
         else:
             continue
         found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
-    return found
+    return frozenset(found)
 
 
 def _text(node: object) -> str:
@@ -57,11 +68,11 @@ def source_digest(operation: str) -> str:
     Raises:
         SourceError: if one of them cannot be read.
     """
-    trees: dict[str, ast.Module] = {}
+    texts: dict[str, str] = {}
     waiting = {operation}
     while waiting:
         module = waiting.pop()
-        trees[module] = _tree(module)
-        waiting |= _imported(trees[module]) - trees.keys()
-    content = "\0".join(f"{module}\0{_text(tree)}" for module, tree in sorted(trees.items()))
+        imported, texts[module] = _read(*_source(module))
+        waiting |= imported - texts.keys()
+    content = "\0".join(f"{module}\0{text}" for module, text in sorted(texts.items()))
     return hashlib.sha256(content.encode()).hexdigest()

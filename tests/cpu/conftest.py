@@ -65,10 +65,9 @@ def no_build_stays_registered():
 def in_force() -> set:
     """What the packages that are loaded have put in the place of transformers' own."""
     found = set()
-    for name, module in list(sys.modules.items()):
-        calls = getattr(module, "_calls", None) if name.endswith(".api") and name.count(".") == 1 else None
-        for targets in getattr(calls, "families", ()):
-            patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.install.patching"]
+    for name, module in [(name, module) for name, module in sys.modules.items() if "." not in name]:
+        for targets in getattr(getattr(module, "__dict__", {}).get("_calls"), "families", ()):
+            patching = sys.modules[f"{name}.shared.hf.install.patching"]
             for operation in targets.operations if targets.modeling in sys.modules else ():
                 owner, attribute, ours = patching._target(targets, operation)
                 if owner is not None and patching.ownership.current(owner, attribute) is patching.for_class(ours):
@@ -173,32 +172,41 @@ def qwen3(loaded):
 
 
 def package_fixtures(name: str, package: str):
-    """Makes two fixtures for a package of this repository: `<name>_folder`, with build/torch-cpu, and `<name>`, loaded from there, which
-    puts back whatever a test patches. package: the folder of its build.toml."""
+    """Makes three fixtures for a package of this repository: `<name>_folder`, with build/torch-cpu, `loaded_<name>`, loaded from there, and
+    `<name>`, the same, which puts back whatever a test patches. package: the folder of its build.toml."""
 
     @pytest.fixture(scope="session", name=f"{name}_folder")
     def folder(tmp_path_factory) -> Path:
         return assembled_once(tmp_path_factory, name, package=package)
 
+    @pytest.fixture(scope="session", name=f"loaded_{name}")
+    def loaded_once(request):
+        return load(request.getfixturevalue(f"{name}_folder"))
+
     @pytest.fixture(name=name)
-    def loaded_package(request):
-        found = load(request.getfixturevalue(f"{name}_folder"))
+    def put_back(request):
+        found = request.getfixturevalue(f"loaded_{name}")
         yield found
         found.reset()
 
-    return folder, loaded_package
+    return folder, loaded_once, put_back
 
 
-gpt_oss_folder, gpt_oss = package_fixtures("gpt_oss", "packages/gpt-oss")
-decoders_folder, decoders = package_fixtures("decoders", "packages/decoders")
-moe_folder, moe = package_fixtures("moe", "packages/moe")
-qwen3_5_folder, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
+gpt_oss_folder, loaded_gpt_oss, gpt_oss = package_fixtures("gpt_oss", "packages/gpt-oss")
+decoders_folder, loaded_decoders, decoders = package_fixtures("decoders", "packages/decoders")
+moe_folder, loaded_moe, moe = package_fixtures("moe", "packages/moe")
+qwen3_5_folder, loaded_qwen3_5, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
 
 
 @pytest.fixture(scope="session")
-def liger(tmp_path_factory):
+def liger_folder(tmp_path_factory) -> Path:
+    return assembled_once(tmp_path_factory, "liger", package="packages/liger")
+
+
+@pytest.fixture(scope="session")
+def liger(liger_folder):
     """The package for Liger's users, loaded."""
-    return load(assembled_once(tmp_path_factory, "liger", package="packages/liger"))
+    return load(liger_folder)
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def bastile(whole):
 @pytest.fixture
 def hub(request, bastile, monkeypatch):
     """An installation without kernels on a machine with a GPU, and the Hub: {name: package} of what was loaded from there."""
-    found, calls = {}, sys.modules[f"{bastile.__name__}.api"]._calls
+    found, calls = {}, bastile._calls
     monkeypatch.setattr(calls, "_loaded", {})
     monkeypatch.setattr(type(calls), "has_kernels", lambda self: False)
 
@@ -79,12 +79,11 @@ def step_of(model):
 def test_it_has_every_family_and_every_public_function_of_the_others(bastile):
     packages = [read_package(folder) for folder in package_folders(root=REPOSITORY)]
     served = [package for package in packages if package.module != "liger"]  # which has a surface of its own
-    api = sys.modules[f"{bastile.__name__}.api"]
-    assert [each.name for each in api.PACKAGES] == list(MODELS) and set(MODELS) == {package.repo_id for package in served}
+    assert [each.name for each in bastile.PACKAGES] == list(MODELS) and set(MODELS) == {package.repo_id for package in served}
     for package in served:
         names = public_names((package.sources / "__init__.py").read_text(), package.name)
         assert set(names) - {"layers"} <= set(bastile.__all__), package.name
-        [mine] = [each for each in api.PACKAGES if each.name == package.repo_id]
+        [mine] = [each for each in bastile.PACKAGES if each.name == package.repo_id]
         assert set(mine.served.arguments()) <= set(inspect.signature(bastile.apply).parameters)
     for name in ("apply", "reset", "get_patched_ops", "warmup_all_kernels", "clear_autotune_cache"):
         assert callable(getattr(bastile, name))
@@ -210,7 +209,7 @@ def test_without_kernels_the_layers_of_kernels_are_those_of_a_package(bastile, h
 @pytest.mark.parametrize("found", ([], ["sm_90"], "damaged"))
 def test_it_looks_for_its_own_kernels_on_a_machine_with_a_gpu(bastile, monkeypatch, found):
     """One whose kernels are damaged says so itself when it launches one."""
-    calls, launch = (sys.modules[f"{bastile.__name__}.{name}"] for name in ("api", "shared.runtime.launch"))
+    launch = sys.modules[f"{bastile.__name__}.shared.runtime.launch"]
     error = sys.modules[f"{bastile.__name__}.shared.runtime.artifacts"].ArtifactError
 
     def architectures():
@@ -219,9 +218,9 @@ def test_it_looks_for_its_own_kernels_on_a_machine_with_a_gpu(bastile, monkeypat
         return found
 
     monkeypatch.setattr(launch, "backend", types.SimpleNamespace(artifacts=types.SimpleNamespace(architectures=architectures)))
-    assert calls._calls.has_kernels()
+    assert bastile._calls.has_kernels()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert calls._calls.has_kernels() is bool(found)
+    assert bastile._calls.has_kernels() is bool(found)
 
 
 def test_a_model_of_no_family_is_refused_by_name(bastile):

@@ -2,6 +2,7 @@
 circles among modules."""
 
 import ast
+import functools
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -36,6 +37,13 @@ def modules_of(package) -> dict:
     return {".".join(name.parts).removesuffix("__init__").rstrip("."): path for name, path in found.items()}
 
 
+@functools.cache
+def statements(path: Path) -> list:
+    """(an import, whether it is at the top) of a file, of which several packages may consist."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [(node, node in tree.body) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def first_names(node) -> set:
     """Returns the first names of what a statement imports, of absolute imports only."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [] if node.level else [node.module]
@@ -46,9 +54,8 @@ def imports(path: Path, name: str, modules) -> tuple[set, set]:
     """(modules of the package, the first names of all others) that a file imports, anywhere in it."""
     here = name.split(".") if path.stem == "__init__" and name else name.split(".")[:-1]
     own, others = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            others |= first_names(node)
+    for node, _ in statements(path):
+        others |= first_names(node)
         if isinstance(node, ast.ImportFrom) and node.level:
             base = here[: len(here) + 1 - node.level] + (node.module.split(".") if node.module else [])
             inside = {".".join([*base, alias.name]) for alias in node.names}
@@ -89,8 +96,7 @@ def test_there_are_no_circles(package):
 def test_what_ships_imports_torch_and_the_standard_library(package):
     """Anywhere at the top of a file; inside of functions also what a patched model was made of."""
     for name, path in modules_of(package).items():
-        top = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, (ast.Import, ast.ImportFrom)))
-        found = set().union(*map(first_names, top)) - {"torch", *sys.stdlib_module_names}
+        found = set().union(*(first_names(node) for node, is_at_top in statements(path) if is_at_top)) - {"torch", *sys.stdlib_module_names}
         assert not found, f"{name} imports {found}"
         _, others = imports(path, name, ())
         assert not others & TOP_LEVEL, f"{name} imports {others & TOP_LEVEL} of this repository"
@@ -106,9 +112,8 @@ def test_tools_import_no_tests(folder):
 
 def imported_at_the_top(path: Path) -> set:
     """The dotted names of what a test module imports when it is imported, absolute ones."""
-    nodes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     found = set()
-    for node in nodes:
+    for node in [node for node, is_at_top in statements(path) if is_at_top]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif not node.level:

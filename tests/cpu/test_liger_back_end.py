@@ -224,9 +224,9 @@ def liger_in(environment, code, *arguments):
 
 
 @pytest.mark.parametrize("name", ("bastile", "nvidia-bastile", "BASTILE"))
-def test_chosen_by_the_environment(tmp_path, name):
+def test_chosen_by_the_environment(liger_folder, name):
     """LIGER_KERNEL_IMPL, for a package that is loaded before Liger: Liger then imports it by itself, and says so once."""
-    done = liger_in({"LIGER_KERNEL_IMPL": name}, CHOSEN_BY_THE_ENVIRONMENT, str(assemble_cpu(tmp_path, package="packages/liger")))
+    done = liger_in({"LIGER_KERNEL_IMPL": name}, CHOSEN_BY_THE_ENVIRONMENT, str(liger_folder))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("runs on the kernels of bastile/liger") == 1
     found = json.loads(done.stdout.splitlines()[-1])
@@ -428,10 +428,9 @@ def test_two_builds_of_the_package(liger, ops, tmp_path):
     assert all(vars(m)["LigerRMSNormFunction"] is own("LigerRMSNormFunction") for m in holders("LigerRMSNormFunction"))
 
 
-def test_where_liger_is_wrong(tmp_path):
+def test_where_liger_is_wrong(liger_folder):
     """Liger's own kernels in Triton's interpreter beside ours: cases that the card names, and some that both have right."""
-    folder = assemble_cpu(tmp_path, package="packages/liger")
-    command = [sys.executable, "-m", "tests.liger_reference", str(folder), "cpu"]
+    command = [sys.executable, "-m", "tests.liger_reference", str(liger_folder), "cpu"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Processes that work together, one a rank: gloo on the CPU, NCCL with a GPU for each.
 
-They are started once for many tests (each takes seconds to import what it needs) and run checks by their names.
+They are started once for many tests and run checks by their names.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from tests.heap import settle
 
 WORLD = 2
 TIMEOUT_S = 120  # of one check
+# What takes a process seconds to import. On the CPU one process imports it, of which the others are forks; a GPU's must not be forked.
+PRELOADED = ("torch.distributed.fsdp", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "peft", "kernels")
 
 
 @dataclass
@@ -83,7 +85,8 @@ class Ranks:
         self.processes: list = []
 
     def start(self) -> None:
-        context, port = multiprocessing.get_context("spawn"), _free_port()
+        context, port = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn"), _free_port()
+        context.set_forkserver_preload(list(PRELOADED))
         self.connections = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()

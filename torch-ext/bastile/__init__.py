@@ -1,21 +1,8 @@
 """Bastile: models of transformers with cuTile kernels, faster training in less memory, the same results. `bastile.kernelize(model)` finds
 the family by the model and the kernels where they are: in this package, or in the one of the Hub that has them."""
 
-from .api import (
-    apply,
-    capture,
-    clear_autotune_cache,
-    eight_bits,
-    explain,
-    four_bits,
-    get_patched_ops,
-    kernelize,
-    mapping,
-    report,
-    reset,
-    sixteen_bits,
-    warmup_all_kernels,
-)
+from .front import Front, OnHub
+from .shared.hf.install.layers import any_norm_of
 from .shared.hf.optimizer import AdamW
 from .shared.hf.parts.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -30,6 +17,7 @@ from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
 from .shared.ops.short_conv import short_conv
 from .shared.ops.swiglu import mlp, swiglu
+from .shared.rows import dense, gpt_oss, moe, qwen3, qwen3_5
 
 __all__ = [
     "AdamW",
@@ -64,3 +52,25 @@ __all__ = [
     "swiglu",
     "warmup_all_kernels",
 ]
+
+PACKAGES = (
+    OnHub("bastile/qwen3", qwen3.SERVED),
+    OnHub("bastile/gpt-oss", gpt_oss.SERVED),
+    OnHub("bastile/qwen3_5", qwen3_5.SERVED),
+    OnHub("bastile/moe", moe.SERVED),
+    OnHub("bastile/decoders", dense.SERVED),
+)
+_calls = Front(__package__, PACKAGES, named={"RMSNorm": any_norm_of(own for each in PACKAGES for own in each.served.rows)})
+apply = _calls.apply
+kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
+sixteen_bits = _calls.sixteen_bits
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache

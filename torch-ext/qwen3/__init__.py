@@ -1,21 +1,7 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import (
-    apply,
-    capture,
-    clear_autotune_cache,
-    eight_bits,
-    explain,
-    four_bits,
-    get_patched_ops,
-    kernelize,
-    mapping,
-    report,
-    reset,
-    sixteen_bits,
-    warmup_all_kernels,
-)
+from .shared.hf.install.interface import Interface
 from .shared.hf.optimizer import AdamW
 from .shared.hf.parts.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -26,6 +12,7 @@ from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
 from .shared.ops.swiglu import mlp, swiglu
+from .shared.rows.qwen3 import SERVED
 
 __all__ = [
     "AdamW",
@@ -57,3 +44,22 @@ __all__ = [
     "swiglu",
     "warmup_all_kernels",
 ]
+
+NAMED = {
+    "SwiGLUMLP": layers.SwiGLUMLP,  # transformers', whose Qwen3 does not use it and the next one yet
+    "ForCausalLMLoss": layers.ForCausalLMLoss,
+}
+_calls = Interface(__package__, [SERVED], layers, NAMED)
+apply = _calls.apply
+kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
+sixteen_bits = _calls.sixteen_bits
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache

@@ -1,6 +1,6 @@
 """`python -m <this package>`: what `report` finds; with --check, whether every operation's results are right on this GPU."""
 
-from .api import report
+from . import report
 from .shared.hf.say.doctor import main
 
 main(report, __package__)

@@ -1,27 +1,14 @@
 """GPT-OSS with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import (
-    apply,
-    capture,
-    clear_autotune_cache,
-    eight_bits,
-    explain,
-    four_bits,
-    get_patched_ops,
-    kernelize,
-    mapping,
-    report,
-    reset,
-    sixteen_bits,
-    warmup_all_kernels,
-)
 from .norms import add_rms_norm, rms_norm
+from .shared.hf.install.interface import Interface
 from .shared.hf.optimizer import AdamW
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
+from .shared.rows.gpt_oss import SERVED
 
 __all__ = [
     "AdamW",
@@ -47,3 +34,18 @@ __all__ = [
     "sixteen_bits",
     "warmup_all_kernels",
 ]
+
+_calls = Interface(__package__, [SERVED], layers)
+apply = _calls.apply
+kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
+sixteen_bits = _calls.sixteen_bits
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache

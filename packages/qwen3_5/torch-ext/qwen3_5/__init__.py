@@ -1,21 +1,7 @@
 """Qwen3.5 with cuTile kernels: a prebuilt, deterministic gated delta rule with a backward pass on every GPU."""
 
 from . import layers
-from .api import (
-    apply,
-    capture,
-    clear_autotune_cache,
-    eight_bits,
-    explain,
-    four_bits,
-    get_patched_ops,
-    kernelize,
-    mapping,
-    report,
-    reset,
-    sixteen_bits,
-    warmup_all_kernels,
-)
+from .shared.hf.install.interface import Interface
 from .shared.hf.optimizer import AdamW
 from .shared.hf.parts.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -25,6 +11,7 @@ from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.short_conv import short_conv
+from .shared.rows.qwen3_5 import SERVED
 
 __all__ = [
     "AdamW",
@@ -52,3 +39,26 @@ __all__ = [
     "sixteen_bits",
     "warmup_all_kernels",
 ]
+
+NAMED = {
+    "RMSNormZeroCentered": layers.RMSNormZeroCentered,
+    # The functions that transformers opens in every gated delta net, also in those of OLMo-Hybrid.
+    "chunk_gated_delta_rule": layers.ChunkGatedDeltaRule,
+    "fused_recurrent_gated_delta_rule": layers.FusedRecurrentGatedDeltaRule,
+    "causal_conv1d_fn": layers.CausalConv1dFn,
+    "causal_conv1d_update": layers.CausalConv1dUpdate,
+}
+_calls = Interface(__package__, [SERVED], layers, NAMED)
+apply = _calls.apply
+kernelize = _calls.kernelize
+eight_bits = _calls.eight_bits
+four_bits = _calls.four_bits
+sixteen_bits = _calls.sixteen_bits
+explain = _calls.explain
+report = _calls.report
+capture = _calls.capture
+mapping = _calls.mapping
+get_patched_ops = _calls.get_patched_ops
+reset = _calls.reset
+warmup_all_kernels = _calls.warmup_all_kernels
+clear_autotune_cache = _calls.clear_autotune_cache

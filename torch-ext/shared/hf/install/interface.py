@@ -15,7 +15,7 @@ from .warmup import Case
 
 
 class Interface:
-    """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
+    """Holds the calls of one package. Its `__init__` gives them their public names, so that each has its text here once.
 
     package: the name of the package as it was imported. served: the families that it serves. layers: its module of layers, under whose
     names the Hub finds them. named: those of them that stand under names of the Hub which several families share, or none has.
