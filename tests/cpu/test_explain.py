@@ -346,7 +346,7 @@ def test_every_package_checks_its_operations_against_float64(name, request):
 
 
 # Operations whose files a package has for what else is in them, without their kernels.
-EIGHT_BITS = {"quantise", "quantise, long rows", "quantise, any rows"}
+EIGHT_BITS = {"quantise", "quantise, long rows", "quantise, any rows", "quantise, SwiGLU"}
 NOT_SHIPPED = {"qwen3": set(), "gpt_oss": {"swiglu", "swiglu (Liger's)", "mlp", *EIGHT_BITS}, "liger": set(),
                "decoders": {"experts", "experts (of GPT-OSS)"}, "moe": set(),
                "qwen3_5": {"rotary", *EIGHT_BITS}}  # fmt: skip
