@@ -173,10 +173,6 @@ CHECKS = {
 MUTANTS = [
     *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "_write_rows",
          ("out.scales.copy_(weight.scale)", "out.scales.fill_(1.0)"), kernels=False),
-    *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "EightBits.input_gradient",
-         ("top / weight.scale", "top"),
-         ("top / weight.scale", "torch.ones_like(top)"),
-         ("w.scales.copy_(top)", "pass"), kernels=False),
     *errors_in("shared/decoder/projection.py", "products_of_codes", "EightBitWeight.in_rows",
          ("self.scale.repeat", "torch.ones_like(self.scale).repeat"), kernels=False),
     *errors_in("shared/ops/quantised.py", "products_of_codes", "quantise_together",
