@@ -23,8 +23,9 @@ if not __package__:  # a measuring process runs this as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import families, models, records, rows, steps
+from . import families, models, providers, records, rows, steps
 from .command_line import integers, results_folder, some_of
+from .markdown import Table, milliseconds, select
 from .memory import peak_bytes
 from .processes import Group
 from .providers import NotInstalled, is_ours, package
@@ -47,6 +48,31 @@ THEIRS: dict[str, dict] = {"checkpoints": {}, "offload": {"offload": True}}
 def ways_of(provider: str) -> dict[str, dict]:
     """Return a provider's ways of checkpointing, with their options."""
     return OURS if is_ours(provider) else THEIRS
+
+
+TITLES = {
+    "checkpoints": "checkpoints", "keep_attention": "checkpoints, attention kept", "offload": "in the host's memory",
+    "offload_keep_attention": "in the host's memory, attention kept", "offload_tiles": "in the host's memory, MLPs in tiles of 4096",
+}  # fmt: skip
+
+
+def table(found: list[Row]) -> str:
+    """Return the longest rows by memory and way of checkpointing, and the time of a step at a length that all have."""
+    found = select(found, kernel_name=KERNEL)
+    longest, speeds = select(found, metric_name="longest"), select(found, metric_name="speed")
+    caps = list(dict.fromkeys(row.x_value for row in longest))
+    tokens = list(dict.fromkeys(row.x_value for row in speeds))
+    shown = Table("checkpoints", *(f"longest row in {cap} GB" for cap in caps), *(f"step of {length} tokens" for length in tokens))
+    for provider, way in dict.fromkeys((row.kernel_provider, row.config["way"]) for row in found):
+        mine = [row for row in found if (row.kernel_provider, row.config["way"]) == (provider, way)]
+        by_cap = {row.x_value: f"{row.y_value_50:.0f} tokens{' or more' * row.config['bounded']}" for row in mine if row in longest}
+        by_length = {row.x_value: milliseconds(row.y_value_50) for row in mine if row in speeds and row.y_value_50}
+        title = f"{providers.title(provider)}: {TITLES[way]}"
+        shown.add([title, *(by_cap.get(cap, "") for cap in caps), *(by_length.get(length, "") for length in tokens)], mine)
+    return shown.text()
+
+
+TABLES = {"fits": table}
 
 
 def switch(model, provider: str, options: dict, folder: str) -> None:
