@@ -24,6 +24,7 @@ if not __package__:  # a measuring process runs this as a file
     __package__ = Path(__file__).absolute().parent.name
 
 from . import families, models, providers, records, rows, steps
+from .benchmark_qwen3 import Qwen3StepBenchmark
 from .command_line import integers, results_folder, some_of
 from .markdown import Table, milliseconds, select
 from .memory import peak_bytes
@@ -73,6 +74,16 @@ def table(found: list[Row]) -> str:
 
 
 TABLES = {"fits": table}
+
+
+class Qwen3OffloadedStepBenchmark(Qwen3StepBenchmark):
+    """The step of a model whose checkpoints lie in the host's memory, for `kernels benchmark`."""
+
+    def setup(self) -> None:
+        super().setup()
+        for model in (self.model, self.reference):
+            model.gradient_checkpointing_enable()
+        self.kernel.kernelize(self.model, offload=True)
 
 
 def switch(model, provider: str, options: dict, folder: str) -> None:

@@ -33,11 +33,12 @@ def lora(model, **options):
 @pytest.fixture
 def fused(qwen3, monkeypatch):
     """What the decoder layer asked for: (a linear layer, whether it was taken apart)."""
-    decoder = importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.decoder_layer")
+    names = (f"{qwen3.__name__}.shared.hf.{name}" for name in ("layer.decoder_layer", "parts.adapters"))
+    decoder, adapters = map(importlib.import_module, names)
     asked, original = [], decoder.projections
 
     def projections(layers, *args):
-        found = [(layer, decoder.projection_or_reason(layer, *args)) for layer in layers]
+        found = [(layer, adapters.projection_or_reason(layer, *args)) for layer in layers]
         asked.extend((layer, one if hasattr(one, "weight") else None) for layer, one in found)
         return original(layers, *args)
 
