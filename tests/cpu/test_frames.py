@@ -102,19 +102,24 @@ def test_what_is_not_understood_is_left_alone(decoders, mine, what):
     step_of(model).assert_same(expected, FACTOR)
 
 
-def test_layers_of_several_kinds(decoders, mine):
-    """Each kind has a row of its own, and those of one that is not understood are left alone."""
+def of_two_kinds(mine, *changes):
     source = source_of_other()
     if "past_key_values" not in source.partition("class OtterModel")[0]:
         pytest.skip("another name of the cache")
-    both = ("class OtterModel(", SECOND), (LAYERS, ONE_BY_ONE)
-    model = mine(*both, source=source)
-    expected = all_of(model)
+    model = mine(("class OtterModel(", SECOND), (LAYERS, ONE_BY_ONE), *changes, source=source)
+    return model, all_of(model)
+
+
+def test_layers_of_several_kinds(decoders, mine):
+    """Each kind has a row of its own."""
+    model, expected = of_two_kinds(mine)
     decoders.kernelize(model.train())
     assert {"read: OtterDecoderLayer.forward", "read: PandaDecoderLayer.forward"} <= fused(decoders, model).keys()
     assert_same(all_of(model), expected)
-    model = mine(*both, ("return between + self.feed", "return between - self.feed"), source=source)
-    expected = all_of(model)
+
+
+def test_a_kind_that_is_not_understood_is_left_alone(decoders, mine):
+    model, expected = of_two_kinds(mine, ("return between + self.feed", "return between - self.feed"))
     decoders.kernelize(model.train())
     (left,) = [row for row in rows_of(decoders, model) if row.part == "layers of OtterModel"]
     assert left.count == 1 and "PandaDecoderLayer.forward" in left.reason and "read: OtterDecoderLayer.forward" in fused(decoders, model)
