@@ -6,11 +6,11 @@ the scales, so there is no state, and a second run of the same numbers gives the
     dw = dy^T x      a scale for all of dy, and one for all of x: the largest of their rows'
 
 A product reads both factors along what it adds up, so W, dy and x are written transposed for the second and the third: W and x from bf16,
-and dy from its codes in rows, which are half the bytes and cost it a second rounding only below 2^-6 of the scale. So what makes dy may
-write codes alone, and so may what makes x for y. A scale that is too
-large costs nothing up to 2^12 (e4m3 is a floating point format), which is why the largest of the rows' scales will do, and nothing has to
-be looked through for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB: that is the rounding of the factors, and the sums are exact
-in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing to be seen beside it.
+and dy from its codes in rows, which are half the bytes and are rounded a second time only below 2^-6 of the scale. The kernels that make
+dy, and x for y, can therefore write codes alone. A scale that is too large costs nothing up to 2^12 (e4m3 is a floating point format), so
+the largest of the rows' scales will do, and nothing has to be searched for a maximum. A product in e4m3 has 28 dB, one in bf16 55 dB: that
+is the rounding of the factors, and the sums are exact in dx and dw; in y they are not quite (`use_fast_accum`), which adds nothing that can
+be seen beside it.
 
 A weight that is kept in codes (`EightBitWeight`) has one scale, which the weights of one input share, since dx adds up over all their rows:
 y reads the codes as they lie, and dx the same codes transposed.

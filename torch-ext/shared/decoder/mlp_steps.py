@@ -165,7 +165,7 @@ def tiled_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups) -> 
 def tiled_finish(
     spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, y: torch.Tensor, groups: OutputGroups, tile: int
 ) -> Tuple[torch.Tensor, Optionals, Optionals]:
-    """As `mlp_finish`. y: of `tiled_start`; tile: of tokens."""
+    """Computes what `mlp_finish` does from the y that `tiled_start` returned, `tile` tokens at a time."""
     adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype
     found = torch.empty(shape if adds else total.shape, dtype=groups.down.group.dtype, device=total.device)
     flat = found.view(total.shape)
@@ -240,7 +240,7 @@ def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], t
 
 def _tiled_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[slice], torch.Tensor], groups: OutputGroups,
                     needs: OutputGroups, need_total: bool, tile: int) -> Inner:
-    """As `_inner_backward`, a tile at a time. normed: returns the norm's output at some rows."""
+    """Computes the gradients of `_inner_backward` one tile at a time. normed: returns the norm's output for a range of rows."""
     tokens, of_inner, of_down = dbranch.shape[0], _Sums(), _Sums()
     dy: Optional[torch.Tensor] = None
     for rows in _tiles(tokens, tile):

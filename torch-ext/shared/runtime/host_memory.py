@@ -17,7 +17,7 @@ Copy = Tuple[torch.Tensor, torch.Tensor]  # (to, from)
 
 
 class Lane:
-    """Where copies run: here at once, on whatever computes."""
+    """Runs copies: this one at once, on the stream that computes."""
 
     def mark(self) -> Any:
         """A point in what the current stream has been given."""

@@ -35,7 +35,7 @@ class Reading:
         self.arguments: Dict[str, Any] = {}
 
     def evaluated(self, layer: int, at: Path, angles: Any = ANGLES, roles: Mapping[str, str] = {}) -> Tuple[Any, Evaluator]:
-        """What the forward of a layer's module returns, and its evaluator: in training and in evaluation the same."""
+        """Returns the result of a forward of a layer's module, the same in training and in evaluation, and its evaluator."""
         module: Any = follow(self.layers[layer], at)
         found = [Evaluator(module, roles, training) for training in (False, True)]
         values = [each.run(self.hidden, angles) for each in found]
@@ -66,8 +66,8 @@ def same(values: Sequence[Any], what: str) -> Any:
 
 
 class Frame(NamedTuple):
-    """What a layer does that a `Family` has no field for. handed: how attention is called. then: what is done to the residual stream behind
-    both branches, None where there is none. returns: None for the stream alone, or what stands in a tuple: "" for the stream, the number
+    """Holds the parts of a layer that a `Family` has no field for. handed: how attention is called. then: what is done to the residual
+    stream after both branches, or None. returns: None for the stream alone, or what stands in a tuple: "" for the stream, the number
     of one of attention's results, or None. factors: as of an `Evaluator`."""
 
     handed: Handed
@@ -111,7 +111,7 @@ class _Frame(NamedTuple):
 
 
 def _terms(op: Op) -> List[Op]:
-    """What a sum is of."""
+    """Returns the terms of a sum."""
     return [term for each in op.of for term in _terms(each)] if op.kind == "add" else [op]
 
 
@@ -149,7 +149,7 @@ def _around(op: Op, core: Op) -> Optional[Op]:
 
 
 def layer_facts(reading: Reading, index: int) -> Tuple[Facts, Frame]:
-    """What a row says of a layer's own forward. Raises `NotServed`."""
+    """Returns the row that describes a layer's own forward. Raises `NotServed`."""
     layer: Any = reading.layers[index]
     value, found = reading.evaluated(index, ())
     several = type(value) is tuple

@@ -87,7 +87,7 @@ class NormKind(NamedTuple):
 
 
 def flags_of(module: nn.Module) -> Dict[str, bool]:
-    """What a norm holds that its branches may follow."""
+    """Returns the attributes of a norm that decide which branch it takes."""
     return {name: value for name, value in vars(module).items() if type(value) is bool and name != "training"}
 
 

@@ -70,7 +70,7 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
 
 
 def _rotary(reading: Reading, function, head_dim: int, part: Optional[int]) -> Facts:
-    """What turns heads. part: the width that it gets, None for whole heads."""
+    """The rotation of heads. part: the width of the part that is rotated, None for whole heads."""
     if getattr(sys.modules[reading.modeling], ROTARY, None) is not function or reading.angles is None:
         raise NotServed(f"the rotary embedding is not {ROTARY} of the layer's own module, with the decoder's angles")
     if part is None:
@@ -288,7 +288,7 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
 
 
 def _norms(norms: Sequence[nn.Module], parallel: bool = False) -> Facts:
-    """What norms compute, which have to agree."""
+    """The kind that all norms of a layer share. Raises `NotServed` where they differ."""
     if parallel:
         raise NotServed("both branches read what the layer gets")
     kinds: List[NormKind] = [norm_kind(norm) for norm in {(type(norm), repr(flags_of(norm))): norm for norm in norms}.values()]

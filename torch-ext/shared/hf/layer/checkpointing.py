@@ -102,7 +102,7 @@ def place_of(x: torch.Tensor) -> tuple:
 
 
 def kept_on(x: torch.Tensor) -> _KeptOfStorage:
-    """What is kept on the storage of a layer's input."""
+    """State kept on the storage of a layer's input."""
     storage = x.untyped_storage()
     found = getattr(storage, KEPT, None)
     if found is None:
@@ -185,7 +185,7 @@ def tile_of(layer) -> int:
 
 
 def check_recompute(recompute: Any) -> Any:
-    """What is noted on a layer of `recompute_mlp`. Raises ValueError for what it cannot be."""
+    """Returns the value of `recompute_mlp` to note on a layer. Raises ValueError for any other than a bool or a number of tokens."""
     if isinstance(recompute, bool) or recompute is None:
         return bool(recompute)
     if not isinstance(recompute, int) or recompute < 1 or recompute % TILE_OF:

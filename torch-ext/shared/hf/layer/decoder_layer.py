@@ -140,7 +140,7 @@ class FusedLayer(OwnForwards):
         return x if name is None else _parts(layer)[name](x)
 
     def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
-        """What a layer returns. x: the residual stream behind both branches; given: as of `call_attention`."""
+        """Returns the result of a layer. x: the residual stream after both branches; given: as of `call_attention`."""
         return x
 
     def projection_groups(self, layer, x) -> Groups:
@@ -303,7 +303,7 @@ def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection
 
 
 def _branch(own: FusedLayer, spec: Outputs, layer, norm: Optional[str], output):
-    """What a branch adds to the residual stream. norm: of the branch."""
+    """Returns what a branch adds to the residual stream. norm: the name of the norm after the branch."""
     output = own.normed(layer, norm, output)
     return output if spec.multiplier == 1 else output * spec.multiplier
 

@@ -34,7 +34,7 @@ _said: set = set()
 
 
 def check_offload(offload: Any) -> Union[bool, float]:
-    """What is noted on a layer of the option. Raises ValueError for what it cannot be."""
+    """Returns the value of `offload` to note on a layer. Raises ValueError for any other than a bool or a number of GiB."""
     if isinstance(offload, bool):
         return offload
     if not isinstance(offload, (int, float)) or not offload > 0:
@@ -47,7 +47,7 @@ def _nobody() -> None:
 
 
 class Gone:
-    """What one run of a checkpointed layer has in the host's memory: its input first.
+    """The tensors that one run of a checkpointed layer keeps in the host's memory, its input first.
 
     previous: refers weakly to the one that left before, which the backward pass will ask for next.
     """

@@ -62,7 +62,7 @@ class RecognisedLayer(FusedLayer):
         return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
 
     def _handed_on(self, given: Mapping[str, Any]) -> Dict[str, Any]:
-        """What a layer's own forward hands on to attention as it is: of its arguments some, of other keywords all or none."""
+        """Returns the arguments that a layer's own forward hands on to attention as they are, and other keywords if it hands them on."""
         rest = self.frame.handed.rest
         return {name: value for name, value in given.items() if name in self._told or (rest and name not in self._takes)}
 
@@ -101,8 +101,8 @@ class RecognisedLayer(FusedLayer):
 
 
 def _after(op: Op, known: Dict[Op, Any], layer: nn.Module, given: Mapping[str, Any]) -> Any:
-    """What a layer does to its residual stream, with its own modules. known: what is known of operations, which is added to; given: the
-    layer's arguments by name."""
+    """Computes what a layer does to its residual stream with its own modules. known: the operations computed so far, which grows; given:
+    the layer's arguments by name."""
     if op not in known:
         of = [_after(each, known, layer, given) for each in op.of]
         if op.kind in ("parameter", "buffer"):

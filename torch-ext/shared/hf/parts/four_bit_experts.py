@@ -51,7 +51,7 @@ class FourBits(nn.Module):
         raise NotImplementedError
 
     def beside(self) -> Dict[str, torch.Tensor]:
-        """What is kept beside the codes, by what follows the weight's name in a state dict."""
+        """Returns the tensors kept beside the codes, by the suffix of the weight's name in a state dict."""
         raise NotImplementedError
 
     def nbytes(self) -> int:
