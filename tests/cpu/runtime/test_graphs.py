@@ -81,21 +81,27 @@ def test_a_recording_that_cuda_gives_up_is_over(qwen3, monkeypatch, ends):
 
 @pytest.mark.parametrize("enabled", (True, False), ids=("collecting", "not collecting"))
 @pytest.mark.parametrize("error", (None, ValueError), ids=str)
-def test_no_garbage_is_collected_while_a_graph_is_recorded(qwen3, error, enabled):
-    """Some of it may be graphs, and where one is destroyed CUDA gives up the recording."""
-    graph, collecting = object.__new__(importlib.import_module(f"{qwen3.__name__}.shared.runtime.graphs").Graph), []
+def test_no_garbage_is_collected_while_graphs_are_recorded(qwen3, monkeypatch, error, enabled):
+    """Some of it may be graphs, and where one is destroyed CUDA gives up the recording. Memory that is cached for others is given back where
+    the device has less left than is reserved."""
+    module, collecting, emptied = importlib.import_module(f"{qwen3.__name__}.shared.runtime.graphs"), [], []
 
     def function(**_):
         collecting.append(gc.isenabled())
         if error and len(collecting) == 2:
             raise error
 
-    graph.graph, graph.pool = mock.Mock(capture_begin=function), mock.Mock(stream=None)
+    free = {True: 2**20, False: 2**30}[enabled]
+    monkeypatch.setattr(module.torch, "cuda", mock.MagicMock(mem_get_info=lambda device: (free, 2**31), memory_reserved=lambda device: 2**29))
+    module.torch.cuda.empty_cache.side_effect = lambda: emptied.append(True)
+    pool = module.GraphPool(torch.device("cpu"))
+    graph = pool.graph()
+    graph.graph = mock.Mock(capture_begin=function)
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(error) if error else contextlib.nullcontext():
+        with pytest.raises(error) if error else contextlib.nullcontext(), pool:
             graph.record(function)
-        assert collecting == [False, False] and gc.isenabled() == enabled
+        assert collecting == [False, False] and gc.isenabled() == enabled and bool(emptied) == enabled
     finally:
         gc.enable()
     assert graph.graph.capture_end.call_count == 1

@@ -7,19 +7,6 @@ from typing import Any, Callable
 import torch
 
 
-@contextlib.contextmanager
-def _without_garbage_collection():
-    """Collects no garbage as a context. A captured model that is garbage would take its graphs along, and CUDA gives up a recording during
-    which another graph is destroyed."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _end_given_up(device: torch.device, pool) -> None:
     """Ends on the current stream what torch leaves behind of a recording that CUDA gave up.
 
@@ -47,7 +34,7 @@ class Graph:
 
     def record(self, function: Callable[[], Any]) -> Any:
         """Returns what the function returns, whose tensors have their values after each `replay`."""
-        with torch.cuda.stream(self.pool.stream), _without_garbage_collection():
+        with torch.cuda.stream(self.pool.stream):
             # Other threads (a loader that pins memory) may go on meanwhile.
             self.graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
             try:
@@ -68,7 +55,8 @@ class Graph:
 
 
 class GraphPool:
-    """Makes graphs of one device that share a pool of memory. As a context it is ready to record."""
+    """Makes graphs of one device that share a pool of memory. As a context it is ready to record, and no garbage is collected: a captured
+    model that is garbage would take its graphs along, and CUDA gives up a recording during which another graph is destroyed."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -85,12 +73,18 @@ class GraphPool:
 
     def __enter__(self):
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # a pool cannot take memory that is cached for others
+        # A pool cannot take memory that is cached for others. It takes no more than the pass that is to be recorded took when it ran.
+        if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
+            torch.cuda.empty_cache()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.nbytes -= torch.cuda.memory_reserved(self.device)
+        self.collects = gc.isenabled()
+        gc.disable()
         return self
 
     def __exit__(self, *error):
+        if self.collects:
+            gc.enable()
         self.nbytes += torch.cuda.memory_reserved(self.device)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 

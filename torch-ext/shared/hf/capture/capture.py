@@ -32,7 +32,6 @@ from .layer_calls import check_weights, described, obstacle
 
 SEVERAL = -1  # threads that train a model
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
-NEAR = 16  # of a row, one of so many parts is added where that gives it a length with graphs
 STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs
 KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
 
@@ -212,14 +211,10 @@ def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
     return model is not None and tuple(shape) in model.shapes
 
 
-def length_with_graphs(causal_lm: nn.Module, tokens: int, rounded: int) -> int:
-    """Returns the length for a row of tokens that may get some of no text at its end: `rounded`, or where that has no graphs the shortest
-    of those that have, if it is hardly longer. On the host a pass without graphs takes several times as long as one of more tokens does."""
+def lengths_are_captured(causal_lm: nn.Module) -> bool:
+    """Tells whether a training pass of a causal LM may get graphs by the length of its row, so that lengths had better be few."""
     model = causal_lm.__dict__.get(GRAPHS)
-    if model is None or model.sizes is None or not (causal_lm.training and torch.is_grad_enabled()):
-        return rounded
-    recorded = {key[0][1] for key, kind in list(model.kinds.items()) if key[0][0] == 1 and kind.graphed}
-    return min((length for length in recorded if rounded <= length <= tokens + tokens // NEAR), default=rounded)
+    return model is not None and model.sizes is not None and causal_lm.training and torch.is_grad_enabled()
 
 
 def capture(

@@ -117,11 +117,11 @@ class Kind:
             raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
         self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
         on_use, here = self.outputs_are_used_between, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
-        graphed = [
-            GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.memory, model.waiting, on_use)
-            for group in self._groups()
-        ]
         with without_hooks(), model.pool(x.device) as pool:  # those of the first layer's checkpoint
+            graphed = [
+                GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.memory, model.waiting, on_use)
+                for group in self._groups()
+            ]
             for some in graphed:
                 some.record_forward(pool, here)
                 here = some.outputs[-1].detach().requires_grad_(not some.frozen[-1])

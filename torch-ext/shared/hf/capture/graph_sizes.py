@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import NamedTuple, Optional, Set
 
-SEEN = 2  # passes of a kind, from which on it may get graphs
 MORE = 2  # times as often has a kind to come as the rarest one with graphs, to take its place
 KNOWN = 4096  # kinds that are counted; beyond, all counts are halved
 
@@ -31,8 +30,6 @@ class Sizes:
         count, rarest = self.passes[key], None
         if key in self.chosen:
             return Choice(True)
-        if count < SEEN:
-            return Choice(False)
         if len(self.chosen) >= self.limit:
             rarest = min(self.chosen, key=self.passes.__getitem__)
             if count < MORE * self.passes[rarest]:
