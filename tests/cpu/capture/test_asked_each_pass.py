@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 
 import peft
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from tests.capturing import one_family
 
 pytestmark = one_family
-NAMES = "train", "num_parameters"
+NAMES = "train", "num_parameters", "parameters"
 
 
 class Counting(nn.Module):
@@ -54,13 +55,40 @@ def test_the_number_of_parameters_is_transformers(adapted, change):
     assert len(set(found)) >= 3
 
 
-def test_neither_walks_over_all_modules(adapted):
+def test_none_walks_over_all_modules(adapted):
     model, causal_lm = adapted
-    expected = asked(causal_lm, (False, True))
+    expected, parameters = asked(causal_lm, (False, True)), list(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
         for name in ("named_modules", "children"):
             patch.setattr(causal_lm.model, name, None)
         assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
+        assert len(list(model.parameters())) == len(parameters)
+
+
+@pytest.mark.parametrize("change", ("none", "frozen", "added", "shared", "absent"))
+def test_the_parameters_are_torchs(adapted, change):
+    for model in adapted:
+        if change == "frozen":
+            model.requires_grad_(False)
+        if change == "added":
+            adapted[1].model.layers[0].mlp.bias = nn.Parameter(torch.zeros(3))
+        if change == "shared":
+            adapted[1].model.layers[1].mlp = adapted[1].model.layers[0].mlp
+        if change == "absent":
+            adapted[1].model.layers[0].register_parameter("absent", None)
+        for recurse in (True, False):
+            found, expected = list(model.parameters(recurse)), list(nn.Module.parameters(model, recurse))
+            assert len(found) == len(expected) and all(map(operator.is_, found, expected))
+        model.zero_grad()
+        assert "parameters" in vars(model)
+
+
+@pytest.mark.parametrize("place", ("class", "model"))
+def test_how_a_user_finds_parameters_is_kept(adapted, monkeypatch, place):
+    model, found = adapted[0], [nn.Parameter(torch.zeros(1))]
+    owner = {"class": type(model), "model": model}[place]
+    monkeypatch.setattr(owner, "named_parameters", lambda *args, **kwargs: iter([("one", found[0])]), raising=False)
+    assert list(model.parameters()) == found
 
 
 def test_the_mode_changes_where_it_is_another(adapted):

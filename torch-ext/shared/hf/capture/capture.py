@@ -220,13 +220,14 @@ def lengths_are_captured(causal_lm: nn.Module) -> bool:
 def capture(
     layers: List[nn.Module],
     causal_lms: List[nn.Module],
+    whole: nn.Module,
     batch: Optional[int],
     tokens: Optional[int],
     sizes: int,
     memory: Optional[float],
 ) -> None:
     """Replays the decoder layers of a model for inputs [batch, tokens], or the sizes that come most often; see `capture` of a package.
-    causal_lms: what holds the layers."""
+    causal_lms: what holds the layers; whole: what was given to be captured."""
     by_shape = batch is not None or tokens is not None
     for name, number in (("batch", batch), ("tokens", tokens)) if by_shape else (("sizes", sizes),):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -252,7 +253,8 @@ def capture(
         model.sizes = Sizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
     for causal_lm in causal_lms:
         causal_lm.__dict__[GRAPHS] = model
-        answer(causal_lm)
+    for each in {*causal_lms, whole}:
+        answer(each)
 
 
 class Captured(NamedTuple):

@@ -242,7 +242,7 @@ def capture(families: Families, model, *told):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
     read = _layers_that_were_read(model)
     with_loss = [*_causal_lms(families, model), *(module for module in model.modules() if SHAPE in vars(module))]
-    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model)], with_loss, *told)
+    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model)], with_loss, model, *told)
     return model
 
 

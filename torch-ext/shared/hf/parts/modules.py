@@ -5,6 +5,8 @@ is exactly PyTorch's own goes to the operations; everything else is called as tr
 """
 
 import functools
+import itertools
+import operator
 import sys
 from contextvars import ContextVar
 from types import FunctionType
@@ -24,6 +26,7 @@ FSDP = "torch.distributed.fsdp"
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
+_MODULES = operator.attrgetter("_modules")
 MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
 ACTIVATIONS = "transformers.activations"
 _gelu = torch._C._nn.gelu  # whatever stood for it before this file was read
@@ -140,18 +143,15 @@ def is_defined_by(classes, function, name: str) -> bool:
 
 
 def modules_of(root: nn.Module, *but: nn.Module) -> List[nn.Module]:
-    """A module and what is in it, each once, in the order of `modules()`, which takes four times as long: 1.5 ms of a decoder with
-    adapters. but: modules to leave out with what is in them."""
+    """A module, which is the first, and what is in it, each once: 0.3 ms of a decoder with adapters, where `modules()` takes 1.6. but: modules
+    to leave out with what is in them."""
     found: List[nn.Module] = []
-    seen: set = {None, *but}
-    left: List[Any] = [root]
-    while left:
-        module = left.pop()
-        if module not in seen:
-            seen.add(module)
-            found.append(module)
-            if module._modules:  # most have none
-                left += reversed(module._modules.values())
+    seen, level = {None, *but}, [root]
+    while level:
+        level = [module for module in dict.fromkeys(level) if module not in seen]
+        found += level
+        seen.update(level)
+        level = list(itertools.chain.from_iterable(map(dict.values, filter(None, map(_MODULES, level)))))
     return found
 
 
