@@ -13,9 +13,10 @@ from tests.tolerances import relative_error
 LAYERS = 6
 
 
-def steps_of(ops, lora=False, reentrant=False, count=4, width=SIZES["intermediate_size"], **options):
-    """(losses and gradients of several steps, the most memory of the last beyond what was there before it)."""
+def steps_of(ops, lora=False, reentrant=False, count=4, width=SIZES["intermediate_size"], exact=False, **options):
+    """(losses and gradients of several steps, the most memory of the last beyond what was there before it). exact: in float32."""
     model = tiny_model(torch.bfloat16, num_hidden_layers=LAYERS, **{**SIZES, "intermediate_size": width}).to("cuda")
+    model = model.float() if exact else model
     model = ops.kernelize(with_adapters(model, lora_dropout=0.1) if lora else model, **options).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -64,8 +65,10 @@ def test_the_rest_goes_along_and_to_pageable_memory(ops):
 
 
 def test_tiles(ops):
-    """Of MLPs that are so wide that the peak is in one of them."""
-    wide = {"width": 4 * SIZES["intermediate_size"]}
-    (expected, more), (again, _), (found, less) = (steps_of(ops, **wide, **told) for told in ({}, {}, {"recompute_mlp": 1024}))
-    assert_as_close(found, expected, again)
+    """Of MLPs that are so wide that the peak is in one of them. Gradients of weights are sums over other parts, no less exact."""
+    wide = {"width": 4 * SIZES["intermediate_size"], "count": 2}
+    (expected, more), (found, less) = (steps_of(ops, **wide, **told) for told in ({}, {"recompute_mlp": 1024}))
+    exact, _ = steps_of(ops, **wide, exact=True)
+    for tiled, plain, reference in zip(found, expected, exact, strict=True):
+        assert relative_error(tiled, reference) <= 1.5 * relative_error(plain, reference) + 1e-3
     assert more - less > 8192 * SIZES["intermediate_size"] * 2
