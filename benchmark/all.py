@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import records
+from .benchmark_families import CASES
 from .command_line import default_device, names, new_parser
 from .records import ROOT
 from .report import log
@@ -118,6 +119,8 @@ RUNS = {
     **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=75, shows="dense_step_lora_16") for name in DENSE},
     **{f"dense_unsloth_{name}": steps("--model", name, "--providers", "unsloth", "--lora", "16", seconds=180, shows="dense_step_lora_16")
        for name in UNSLOTH},
+    **{name: steps("--cases", name, "--rounds", ROUNDS, module="benchmark.benchmark_families", measured=(), seconds=case.seconds,
+                   shows=case.shows) for name, case in CASES.items()},
     "parts": steps("--model", "mistral_7b", "--tokens", "8192", *PEERS, "--parts", seconds=60, shows="step_parts"),
     "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
     "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=260,

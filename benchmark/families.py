@@ -3,6 +3,7 @@
 Every provider runs in a process of its own, because each replaces parts of transformers.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from . import compiled_peer, models, published, routing, suites, unsloth_peer, varlen_peer
-from .providers import is_ours, package, require_modules
+from .providers import WHEEL, is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEVIATION = 0.02  # of every weight that is drawn
@@ -32,7 +33,8 @@ class Family:
     for; step_providers, masked_providers (of packed and padded batches) and fsdp_providers: those that take part unless told otherwise.
     prepare(provider): puts a provider's layers into transformers, before a model is made. new_model(args, device) -> a model in training
     mode that is not filled; args has child, model, layers and device. tokens: the lengths of a step; layers: of the
-    step on one GPU, None for all; packs: does Bastile train it packed? kinds: of the results that tables show.
+    step on one GPU, None for all; packs: does Bastile train it packed? by_model: does Bastile go on each model, rather than on its classes?
+    kinds: of the results that tables show.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Family:
     tokens: tuple[int, ...]
     layers: int | None = None
     packs: bool = False
+    by_model: bool = False
     kinds: tuple[str, ...] = ("step", f"step_{routing.SKEWED}", "step_lora_16", "fsdp")
 
 
@@ -65,7 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
-    """Put a provider's layers into transformers. folder: of our package's build.toml; liger: what Liger's functions that patch end in."""
+    """Put a provider's layers into transformers. folder: of our package's build.toml, "" where it goes on each model; liger: what Liger's
+    functions that patch end in."""
     if provider.endswith("_varlen"):
         varlen_peer.prepare()
     if provider.endswith("_fla"):
@@ -76,6 +80,8 @@ def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
         return
     if provider == "unsloth":
         unsloth_peer.prepare()
+        return
+    if is_ours(provider) and not folder:
         return
     if is_ours(provider):
         # An older build does not have all of these.
@@ -206,7 +212,39 @@ HYBRID = Family(
     layers=8,  # of 32: two of them with attention
     kinds=("step", "step_lora_16"),
 )
-FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE, GPT_OSS, DENSE, HYBRID)}
+MIXTRAL = Family(
+    name="mixtral",
+    package="packages/moe",
+    providers=("huggingface", "huggingface_flex", "liger", "liger_flex", "bastile", "bastile_adamw"),
+    step_providers=("huggingface", "liger", "bastile"),
+    masked_providers=("huggingface", "huggingface_flex", "liger", "liger_flex", "bastile"),
+    fsdp_providers=(),
+    prepare=functools.partial(prepare, folder="", liger=("mixtral",)),
+    new_model=new_published,
+    tokens=(2048, 8192),
+    layers=2,
+    by_model=True,
+    kinds=("step",),
+)
+GLM = dataclasses.replace(
+    MIXTRAL,
+    name="glm",
+    package=WHEEL,  # no package of the Hub has the kernels of experts and serves models without a row
+    providers=("huggingface", "huggingface_flex", "bastile", "bastile_adamw"),  # Liger has nothing for it
+    step_providers=("huggingface", "bastile"),
+    masked_providers=("huggingface", "huggingface_flex", "bastile"),
+    prepare=functools.partial(prepare, folder="", liger=()),
+    layers=3,  # the first of them dense
+)
+GEMMA_4 = dataclasses.replace(
+    MIXTRAL,
+    name="gemma_4",
+    package="packages/decoders",
+    prepare=functools.partial(prepare, folder="", liger=("gemma4_text",)),
+    layers=None,
+    kinds=("step_lora_16",),
+)
+FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE, GPT_OSS, DENSE, HYBRID, MIXTRAL, GLM, GEMMA_4)}
 # By what models.family calls a model's.
 MEASURED = FAMILIES | dict.fromkeys(published.DENSE, DENSE) | dict.fromkeys(published.HYBRID, HYBRID)
 
@@ -235,7 +273,7 @@ def fill(model, part: str = "", kind: str = routing.UNIFORM) -> None:
     """Draw all parameters of a model. part: those alone whose name has it; kind: of the routing, for a model with experts."""
     for name, parameter in model.named_parameters():
         if part in name:
-            fill_parameter(name, parameter, model.config, kind)
+            fill_parameter(name, parameter, model.config.get_text_config(), kind)
 
 
 @torch.no_grad()

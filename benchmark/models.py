@@ -45,8 +45,15 @@ DENSE = {
     "gemma_3_12b": Size(3840, 15360, 48, 16, tied=True, head_dim=256, vocab=262208),
     "smollm3_3b": Size(2048, 11008, 36, 16, tied=True, kv_heads=4, vocab=128256),
     "olmo_2_7b": Size(4096, 11008, 32, 32, kv_heads=32, vocab=100352),
+    "qwen3_vl_8b": Size(4096, 12288, 36, 32),  # its text
 }
 QWEN3_5 = {"qwen3.5_9b": Size(4096, 12288, 32, 16, kv_heads=4, head_dim=256, vocab=248320)}
+# Of packages/moe, and one without a row, which packages/decoders reads.
+SPARSE = {
+    "mixtral_8x7b": Size(4096, 14336, 32, 32, vocab=32000, experts=8, top_k=2),
+    "glm_4.5_air": Size(4096, 1408, 46, 96, vocab=151552, experts=128, top_k=8),
+}
+GEMMA_4 = {"gemma_4_e2b": Size(1536, 6144, 35, 8, tied=True, kv_heads=1, head_dim=256, vocab=262144)}
 # As Liger-Kernel's benchmarks have them: heads of 128 throughout, the MLP of the dense layers.
 LIGER = {
     "llama_2_7b": Size(4096, 11008, 32, 32, kv_heads=32, vocab=32000),
@@ -63,13 +70,18 @@ TINY = {
     "qwen3_moe_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
     "gemma_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
     "qwen3.5_tiny": Size(64, 160, 4, 4, kv_heads=2, head_dim=16, vocab=512),
+    "qwen3_vl_tiny": Size(64, 160, 2, 4, kv_heads=2, head_dim=16, vocab=512),
+    "mixtral_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+    "glm_4.5_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+    "gemma_4_tiny": Size(64, 96, 10, 4, tied=True, kv_heads=1, head_dim=16, vocab=512),
     "qwen3_host": Size(64, 512, 1, 4, tied=True, kv_heads=4, vocab=512),
     "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
-SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | DENSE | QWEN3_5 | LIGER
+SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | DENSE | QWEN3_5 | SPARSE | GEMMA_4 | LIGER
 WITH_TINY = SIZES | TINY
 # How a family's name is written, by how its models' names begin; the first that fits counts.
-FAMILIES = {"qwen3_moe_": "Qwen3", "qwen3_": "Qwen3"}
+FAMILIES = {"qwen3_moe_": "Qwen3", "qwen3_vl_": "Qwen3-VL", "qwen3_": "Qwen3", "gemma_4_": "Gemma-4"}
+FAMILIES |= {"mixtral_": "Mixtral", "glm_": "GLM"}
 FAMILIES |= {"gpt_oss_": "GPT-OSS", "llama_": "Llama", "qwen2.5_": "Qwen2.5", "deepseek_": "DeepSeek"}
 FAMILIES |= {"mistral_": "Mistral", "phi_": "Phi", "gemma_": "Gemma", "smollm3_": "SmolLM3", "olmo_": "OLMo", "qwen3.5_": "Qwen3.5"}
 
@@ -94,9 +106,13 @@ def family(name: str) -> str:
     return next(prefix for prefix in FAMILIES if name.startswith(prefix)).rstrip("_")
 
 
+def _written(part: str) -> str:
+    return part.upper().replace("X", "x") if any(map(str.isdigit, part)) else part.capitalize()
+
+
 def title(name: str, layers: int | None = None) -> str:
     """Return a model's name as it is written: "GPT-OSS-20B", "Qwen3-30B-A3B", or "GPT-OSS-20B with 12 of 24 layers"."""
     prefix, whole = f"{family(name)}_", size(name).layers
     parts = full_name(name).removeprefix(prefix).split("_")
-    found = "-".join([FAMILIES[prefix], *(part.upper() if any(map(str.isdigit, part)) else part.capitalize() for part in parts)])
+    found = "-".join([FAMILIES[prefix], *(_written(part) for part in parts)])
     return found if layers in (None, whole) else f"{found} with {layers} of {whole} layers"

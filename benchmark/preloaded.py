@@ -9,7 +9,8 @@ import contextlib
 import importlib
 import importlib.util
 
-FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "llama", "qwen2", "mistral", "phi3", "gemma3", "smollm3", "olmo2")
+FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "llama", "qwen2", "mistral", "phi3", "gemma3", "smollm3", "olmo2", "gemma4", "mixtral",
+            "glm4_moe", "qwen3_vl")
 MODULES = ("torch._dynamo", "triton", "kernels", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES))
 
 for _name in MODULES:

@@ -87,7 +87,7 @@ def row_lengths(experts: int, top_k: int) -> torch.Tensor:
 def record(model, **batch) -> Routing | None:
     """Return where a model routes a batch, in a forward pass of its own; None for a model without experts, or one whose routers are not
     called as modules."""
-    experts, _ = experts_of(model.config)
+    experts, _ = experts_of(model.config.get_text_config())
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")] if experts else []
     chosen: list[torch.Tensor] = []
 

@@ -138,6 +138,8 @@ def build(args) -> Stepper:
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model, kind=recipe.routing)
+    if family.by_model and is_ours(args.child):
+        package(family.package).kernelize(model)
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
     families.fill(model, "lora_")
     if recipe_of_torchao := compiled_peer.RECIPES.get(args.child):
@@ -149,15 +151,17 @@ def build(args) -> Stepper:
     if args.child == "bastile_captured":
         begin = package(family.package).capture
     form, parts = form_of(args), getattr(args, "parts", False)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form, recipe.autocast, begin, loss, parts)
+    return Stepper(model, optimizer, args.device, model.config.get_text_config().vocab_size, 0, form, recipe.autocast, begin, loss, parts)
 
 
 def main(
-    arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, layers: int | None = None, peers: tuple[str, ...] = ()
-):
+    arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, layers: int | None = None, peers: tuple[str, ...] = (),
+    collect: type[Results] = Results,
+):  # fmt: skip
     """Measure the steps of a model, or do so in a measuring process.
 
-    lora, tokens, layers: what is taken unless told otherwise. peers: providers beside those of the model's family.
+    lora, tokens, layers: what is taken unless told otherwise. peers: providers beside those of the model's family; collect: what takes the
+    reports in.
     """
     p = parser("Training steps on one GPU.", tokens)
     add_recipe(p, lora)
@@ -184,7 +188,7 @@ def main(
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
     eight_bits = "_fp8" * bool(EIGHT_BITS & set(args.providers))
-    return run_all(f"{family.name}_step{recipe.name}{form.name}{eight_bits}" + "_parts" * args.parts, __file__, args)
+    return run_all(f"{family.name}_step{recipe.name}{form.name}{eight_bits}" + "_parts" * args.parts, __file__, args, collect=collect)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import transformers
 
 from benchmark import all as all_runs
 from benchmark import (
+    benchmark_families,
     benchmark_fsdp,
     benchmark_lora,
     benchmark_qwen3,
@@ -135,6 +136,30 @@ def test_a_captured_trainer_has_more_steps_ahead(tmp_path, in_this_process, monk
     assert len(plain.losses) == 3 and ours.losses == [], "of other texts they would be compared with"
 
 
+@pytest.mark.parametrize("name", benchmark_families.CASES)
+def test_steps_of_families_that_are_read_or_have_experts(name, tmp_path, in_this_process):
+    """By the command of all of them, whose providers step the same weights."""
+    arguments = ["--cases", name, "--device", "cpu", "--tokens", "16", "--warmup", "1", "--steps", "1", "--rounds", "1"]
+    layers = "10" if name == "gemma_4" else "2"
+    found = benchmark_families.main([*arguments, "--layers", layers, "--providers", "huggingface,bastile", "--results", str(tmp_path)])
+    assert found.whole and not found.left_out
+    theirs, ours = (found.found[name].steps[provider, 16] for provider in ("huggingface", "bastile"))
+    assert not ours.error and ours.losses == pytest.approx(theirs.losses, rel=2e-3)
+    [file] = (tmp_path / "cpu").glob("*.csv")
+    assert file.stem == benchmark_families.CASES[name].shows
+    assert (16 in found.found[name].routings) == (name in ("mixtral", "glm"))
+
+
+def test_a_provider_whose_losses_are_others_has_no_times(in_this_process, monkeypatch):
+    monkeypatch.setattr(benchmark_families, "APART", -1.0)
+    arguments = ["--cases", "qwen3_vl", "--device", "cpu", "--tokens", "16", "--warmup", "1", "--steps", "1", "--lora", "0"]
+    found = benchmark_families.main([*arguments, "--layers", "1", "--providers", "huggingface,bastile"]).found["qwen3_vl"]
+    times = {row.kernel_provider: row for row in found.rows() if row.metric_name == "step_time"}
+    assert times["huggingface"].y_value_50 and times["bastile"].error.endswith("from transformers'")
+    left_out = benchmark_families.main(["--cases", "qwen3_vl,glm", "--budget-s", "-1"])
+    assert left_out.left_out == ["qwen3_vl", "glm"] and not left_out.whole
+
+
 @pytest.mark.parametrize(("model", "layers", "name"), (("gemma_tiny", "2", "dense_step"), ("qwen3.5_tiny", "4", "qwen3_5_step")))
 def test_steps_of_the_other_packages_families(model, layers, name, tmp_path, in_this_process):
     arguments = [*STEPS[:2], *STEPS[4:], "--model", model, "--layers", layers, "--providers", "huggingface,bastile"]
@@ -178,14 +203,15 @@ def test_the_parts_of_a_step_are_rows_of_a_file_of_their_own(tmp_path, in_this_p
 
 BILLIONS = {
     "llama_3.1_8b": 8.0, "qwen2.5_7b": 7.6, "mistral_7b": 7.2, "phi_4": 14.7, "gemma_3_12b": 11.8, "smollm3_3b": 3.1, "olmo_2_7b": 7.3,
-    "qwen3.5_9b": 9.0, "qwen3_8b": 8.2, "qwen3_moe_30b_a3b": 30.5,
+    "qwen3.5_9b": 9.0, "qwen3_8b": 8.2, "qwen3_moe_30b_a3b": 30.5, "qwen3_vl_8b": 8.77, "mixtral_8x7b": 46.7, "glm_4.5_air": 106.9,
+    "gemma_4_e2b": 4.65,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("model", BILLIONS)
 def test_published_models_have_their_dimensions(model):
     """transformers makes each of them, and its weights are as many as its name says."""
-    assert BILLIONS.keys() >= models.DENSE.keys() | models.QWEN3_5.keys()
+    assert BILLIONS.keys() >= models.DENSE.keys() | models.QWEN3_5.keys() | models.SPARSE.keys() | models.GEMMA_4.keys()
     made = published.new_model(model, None, "meta")
     assert sum(parameter.numel() for parameter in made.parameters()) / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
 
@@ -198,7 +224,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", models.TINY)
+@pytest.mark.parametrize("name", [name for name in models.TINY if families.family_of(name).fsdp_providers and name != "qwen3_vl_tiny"])
 def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
     args = argparse.Namespace(child="huggingface", model=name, layers=2, device="cpu")
     family = families.family_of(name)
@@ -359,7 +385,7 @@ def test_every_peer_takes_part_in_packed_batches_with_the_attention_that_is_best
     assert kinds["liger_varlen"] == varlen_peer.NAME and kinds["liger_flex"] == "flex_attention" and kinds["bastile"] is None
 
 
-@pytest.mark.parametrize("name", models.TINY)
+@pytest.mark.parametrize("name", [name for name in models.TINY if not families.family_of(name).by_model])
 def test_our_layers_are_measured_with_our_attention(name):
     """Which a model that was asked for another by name keeps out, on a GPU."""
     family = families.family_of(name)
@@ -368,9 +394,9 @@ def test_our_layers_are_measured_with_our_attention(name):
     try:
         model = family.new_model(moe("bastile", routing.UNIFORM, model=name), "cpu")
         choice = importlib.import_module(f"{package.__name__}.shared.hf.attention.attention_choice")
-        assert choice.name_that_is_kept(model.model) == ""
+        assert choice.name_that_is_kept(model.get_decoder()) == ""
         model.set_attn_implementation("eager")
-        assert choice.name_that_is_kept(model.model) == "eager"
+        assert choice.name_that_is_kept(model.get_decoder()) == "eager"
     finally:
         package.reset()
 
@@ -512,6 +538,7 @@ def test_a_benchmark_takes_the_command_line_of_its_run(name, monkeypatch):
         raise Taken
 
     of_steps = {"benchmark.steps": steps, "benchmark.benchmark_lora": benchmark_lora, "benchmark.benchmark_fsdp": benchmark_fsdp}
+    of_steps |= {"benchmark.benchmark_families": benchmark_families}
     if run.module in of_steps:  # which looks at more than the words
         monkeypatch.setattr(steps, "run_all", taken)
         with pytest.raises(Taken):
