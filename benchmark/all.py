@@ -98,6 +98,7 @@ RUNS = {
     "steps_fp8": steps("--tokens", "2048,4096,8192", "--providers", "torchao,torchao_rowwise,bastile_fp8", seconds=430, shows="eight_bits"),
     "lora_fp8": steps(*LORA[:2], "--tokens", "4096,8192", "--providers", "torch_compile,torchao,bastile_fp8",
                       module="benchmark.benchmark_lora", seconds=220, shows="eight_bits"),
+    "training": Run("benchmark.benchmark_training", ("--rounds", ROUNDS), 130, "training"),
     "steps_long": steps("--tokens", "16384,18432,20480,24576,26624", "--providers", "huggingface,liger,bastile,bastile_adamw",
                         measured=LONG, seconds=340, shows="qwen3_step"),
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),

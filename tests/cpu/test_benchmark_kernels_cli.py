@@ -75,6 +75,7 @@ def test_kernels_benchmark_runs_every_file_of_a_snapshot(package_folder, tmp_pat
         "Qwen3TrainerStepBenchmark": ["step"],
         "Qwen3OffloadedStepBenchmark": ["step"],
         "Qwen3PaddedStepBenchmark": ["step"],
+        "Qwen3EightBitsStepBenchmark": ["step"],
         "Qwen3GenerateBenchmark": ["prefill", "decode"],
         "AdamWBenchmark": ["step"],
         "CallBenchmark": ["rms_norm"],

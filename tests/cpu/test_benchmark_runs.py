@@ -13,6 +13,7 @@ from benchmark import (
     benchmark_generate,
     benchmark_host,
     benchmark_swiglu,
+    benchmark_training,
     correctness,
     eager,
     harness,
@@ -244,6 +245,61 @@ def test_what_fits(tmp_path):
     assert (row.y_value_50, row.x_value, row.config["bounded"]) == (1024.0, "24", True)
     assert "1024 tokens or more, in 5 ms" in benchmark_fits.said_of("bastile", report)
     assert benchmark_fits.row_of(args, "bastile", {**report, "tokens": 0}, "cpu").error.endswith("no row fits")
+
+
+TRAINING = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--batch", "2", "--length", "16", "--validation", "2"]
+
+
+def test_a_training_in_eight_bits(tmp_path, monkeypatch, loaded):
+    """Beside one in bf16: the same weights and batches, other products."""
+    monkeypatch.setattr(importlib.import_module(f"{loaded.__name__}.shared.decoder.eight_bits"), "FEWEST", 16)
+    arguments = [*TRAINING, "--steps", "10", "--rounds", "2", "--providers", "huggingface,bastile,bastile_fp8"]
+    rows = benchmark_training.main([*arguments, "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / "training.csv")
+    assert len(saved) == len(rows) == 3 * 2 * 5 * 2 and all(r.y_value_50 for r in rows), [r.error for r in rows]
+    assert {r.kernel_operation_mode for r in saved} == {"seed 0", "seed 1"} and {r.x_value for r in saved} == {"2", "4", "6", "8", "10"}
+    found = {(r.kernel_provider, r.kernel_operation_mode, r.metric_name, r.x_value): r.y_value_50 for r in saved}
+    for seed in ("seed 0", "seed 1"):
+        each = ("huggingface", "bastile", "bastile_fp8")
+        plain, ours, eight = ([found[provider, seed, "validation_loss", x] for x in ("2", "10")] for provider in each)
+        assert plain[1] < plain[0] and eight != ours
+        assert eight == pytest.approx(ours, rel=2e-3) and ours == pytest.approx(plain, rel=1e-3)
+    assert found["bastile", "seed 0", "training_loss", "2"] != found["bastile", "seed 1", "training_loss", "2"]
+    assert "eight bits are within bf16's spread" in benchmark_training.table(rows)
+
+
+def test_a_training_whose_products_stay_in_bf16_has_no_number(loaded):
+    """There are too few tokens, so the rows would say nothing about eight bits."""
+    rows = benchmark_training.main([*TRAINING, "--steps", "5", "--rounds", "1", "--providers", "bastile_fp8"])
+    assert len(rows) == 1 and "0 products in eight bits in the first step, of 32 tokens" in rows[0].error
+    assert "fails [1]" in benchmark_training.table(rows) and "spread" not in benchmark_training.table(rows)
+
+
+@pytest.mark.parametrize("eight, said", (((2.0, 2.1, 2.19), "within"), ((2.2, 2.3, 2.5), "outside"), ((2.0, 2.1), "")))
+def test_whether_eight_bits_lie_within_the_spread(eight, said):
+    args = argparse.Namespace(model="qwen3_tiny", layers=2, batch=2, length=16, rounds=3, steps=10, device="cpu")
+    text = benchmark_training.read_text()
+    rows = [
+        row
+        for provider, losses in (("bastile", (2.0, 2.1, 2.2)), ("bastile_fp8", eight))
+        for seed, loss in enumerate(losses)
+        for row in benchmark_training.rows_of(args, provider, seed, [benchmark_training.Reached(10, 2.0, loss)], text)
+    ]
+    table = benchmark_training.table(rows)
+    assert f"eight bits are {said} bf16's spread" in table if said else "spread" not in table
+    assert "2.1000 (2.0000 to 2.2000)" in table
+
+
+def test_the_text_of_a_training(tmp_path):
+    """Every twentieth file is held out, and none of a user's is read."""
+    for place in range(40):
+        (tmp_path / f"{place:02}.py").write_bytes(bytes([place]) * 3)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "a.py").write_text("other")
+    text = benchmark_training.read_text(tmp_path)
+    assert text.validation.tolist() == [19] * 3 + [39] * 3 and len(text.training) == 3 * 38
+    (tmp_path / "00.py").write_text("else")
+    assert benchmark_training.read_text(tmp_path).digest != text.digest
 
 
 def test_a_generation_that_is_wrong_is_not_timed():
