@@ -9,8 +9,9 @@ from functools import partial
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import linear
 
+from ..ops.dropout import dropped_again, dropped_with_state
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
 from ..ops.products import accumulate_product, write_product
 from ..ops.quantised import Operand
@@ -22,23 +23,6 @@ from .spec import Norm
 
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
-
-
-def _dropped_again(x: torch.Tensor, probability: float, state: torch.Tensor) -> torch.Tensor:
-    """dropout(x) with the numbers that follow a state of the generator, which is left as it was."""
-    generator = _generator(x.device)
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        return dropout(x, probability)
-    finally:
-        generator.set_state(now)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -240,8 +224,7 @@ class Projections:
         for i, span in group.spans.items():
             dropped = x
             if group.dropouts[i]:
-                self.states[i] = _generator(x.device).get_state()
-                dropped = dropout(x, group.dropouts[i])
+                dropped, self.states[i] = dropped_with_state(x, group.dropouts[i])
             accumulate_product(low[:, span], dropped, self.a[span].t(), beta=0, alpha=group.scalings[i])
         return low
 
@@ -275,7 +258,7 @@ class Projections:
             return dx
         for i, span in group.spans.items():
             if group.dropouts[i]:
-                dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), group.dropouts[i], self.states[i])
+                dx += dropped_again(torch.mm(dlow[:, span], self.a[span]), group.dropouts[i], self.states[i])
             else:
                 dx.addmm_(dlow[:, span], self.a[span])
         return dx
@@ -329,7 +312,7 @@ class Projections:
                 found[i] = found[i]._replace(a=product[group.spans[i]].to(group.dtypes[i].a, copy=True))
             return
         for i in wanted:
-            dropped = _dropped_again(y, group.dropouts[i], self.states[i]) if group.dropouts[i] else y
+            dropped = dropped_again(y, group.dropouts[i], self.states[i]) if group.dropouts[i] else y
             found[i] = found[i]._replace(a=_product(dlow[:, group.spans[i]].t(), dropped, group.dtypes[i].a))
 
 

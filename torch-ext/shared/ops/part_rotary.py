@@ -8,6 +8,7 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import SLAB, new_like
+from .rotary_reference import of_part, rotary_backward_reference, rotary_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
@@ -47,22 +48,10 @@ def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor])
             yield [x[row, part] for x in tensors], [t.select(-3, row % t.shape[-3])[..., part, :] for t in tables]
 
 
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
 def part_rotary_reference(q, k, cos, sin, half: int, backward: bool) -> Pair:
     """(q, k) rotated, or with backward by the transpose, in PyTorch; q, k: [batch, tokens, heads, head_dim]; cos, sin:
     [batch or 1, tokens, half or 2 * half]."""
-    cos, sin = ((torch.cat((t, t), -1) if t.shape[-1] == half else t).unsqueeze(2) for t in (cos, sin))
-
-    def rotated(x):
-        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-        turned = turned * cos - _rotate_half(turned * sin) if backward else turned * cos + _rotate_half(turned) * sin
-        return torch.cat((turned, rest.to(turned.dtype)), -1)
-
-    return rotated(q), rotated(k)
+    return of_part(rotary_backward_reference if backward else rotary_reference, q, k, cos, sin, 2 * half)
 
 
 def rotate_parts(

@@ -14,7 +14,8 @@ import torch
 from ...ops.common import constant_when_traced
 from ..family.ownership import name_of
 from ..parts.explanation import Reason
-from ..parts.modules import SAVED, is_transformers_own
+from ..parts.lookups import original_forward_of
+from ..parts.modules import is_transformers_own
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 AROUND_OURS = "bastile/ulysses"  # the name of what DeepSpeed has registered around it, once `exchange_of` has found it
@@ -56,8 +57,7 @@ def is_eager(config) -> bool:
 
 def names_in_forward(decoder: type) -> Tuple[str, ...]:
     """The names that the own forward of a decoder of transformers looks up."""
-    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
-    return getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
+    return getattr(getattr(inspect.unwrap(original_forward_of(decoder)), "__code__", None), "co_names", ())
 
 
 def mask_makers(decoder: type) -> Tuple[str, Tuple[str, ...]]:

@@ -27,10 +27,9 @@ from ..family.families import Family
 from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.facts import follow
-from ..parts.lookups import ROTARY, SAVED, Lookups
+from ..parts.lookups import ROTARY, Lookups, original_forward_of
 from ..parts.modules import OwnForwards, original_forward, own_class
 from ..parts.weights import eps_of, weight_of
-from ..parts.wrapped import inside
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, tile_of, warn_of_called_attention, warn_of_kept_mlp
 from .fusable import Groups, explain_layer, why_not_fusable
 from .products import products_of
@@ -70,7 +69,7 @@ class FusedLayer(OwnForwards):
     def lookups(self) -> Lookups:
         """What the forwards of the family look up, except for what this file looks up where they do."""
         found = (own_class(sys.modules[self.modeling], name) for name in self.classes)
-        forwards = [inside(getattr(cls, SAVED + "forward", cls.forward)) for cls in found if cls is not None]
+        forwards = [original_forward_of(cls) for cls in found if cls is not None]
         return Lookups(forwards, ("eager_attention_forward", *self.family.position_scale[:1]))
 
     @constant_when_traced

@@ -13,8 +13,8 @@ from ..family.layer_reader import STREAM
 from ..family.row_reader import Row
 from ..parts.explanation import Reason
 from ..parts.facts import Path, follow, held_at
-from ..parts.lookups import SAVED, Lookups
-from ..parts.modules import is_marked, original_forward_of, own_forward
+from ..parts.lookups import SAVED, Lookups, original_forward_of
+from ..parts.modules import is_marked, own_forward
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE
 

@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from torch import nn
 
 from ...ops.common import constant_when_traced
+from .wrapped import inside, is_wrapped
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
@@ -110,6 +111,12 @@ def function_in(value, forward=None) -> Any:
     return next((found for found in cells if type(found) is FunctionType), None)
 
 
+def original_forward_of(cls: Any) -> Any:
+    """The `forward` that a class has without us and without gradient checkpointing."""
+    forward = getattr(cls, SAVED + "forward", None) or cls.forward
+    return inside(forward) if is_wrapped(forward) else forward
+
+
 def _class_of(function: FunctionType) -> Any:
     """The class whose method a function of a library is; None for any other function."""
     found = function.__globals__.get(function.__qualname__.partition(".")[0])
@@ -126,7 +133,7 @@ def _methods_in(function: FunctionType) -> Iterator[Tuple[Space, str]]:
 def overridden(cls) -> bool:
     """Tells whether a user's subclass has a method of its own that the forward which it inherits calls."""
     if cls not in _methods:
-        forward = getattr(cls, SAVED + "forward", None) or cls.forward
+        forward = original_forward_of(cls)
         _methods[cls] = list(_methods_in(forward)) if type(forward) is FunctionType else []
     return any(getattr(cls, name) is not methods[name] for methods, name in _methods[cls])
 

@@ -18,8 +18,7 @@ from torch import nn
 from ...ops.common import constant_when_traced
 from ...ops.second_run import in_backward_pass
 from .explanation import Reason
-from .lookups import LAYER, SAVED, function_in, replaced_below
-from .wrapped import inside, is_wrapped
+from .lookups import LAYER, SAVED, function_in, original_forward_of, replaced_below
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 FSDP = "torch.distributed.fsdp"
@@ -313,9 +312,3 @@ def is_marked(function) -> bool:
 def original_forward(layer):
     """The `forward` that the class of a module has without us and without gradient checkpointing, as a function of the module."""
     return original_forward_of(type(layer))
-
-
-def original_forward_of(cls: Any):
-    """`original_forward` of the modules of a class."""
-    forward = getattr(cls, SAVED + "forward", None) or cls.forward
-    return inside(forward) if is_wrapped(forward) else forward
