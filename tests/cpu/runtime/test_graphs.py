@@ -82,8 +82,8 @@ def test_a_recording_that_cuda_gives_up_is_over(qwen3, monkeypatch, ends):
 @pytest.mark.parametrize("enabled", (True, False), ids=("collecting", "not collecting"))
 @pytest.mark.parametrize("error", (None, ValueError), ids=str)
 def test_no_garbage_is_collected_while_graphs_are_recorded(qwen3, monkeypatch, error, enabled):
-    """Some of it may be graphs, and where one is destroyed CUDA gives up the recording. Memory that is cached for others is given back where
-    the device has less left than is reserved."""
+    """Some of it may be graphs, and where one is destroyed CUDA gives up the recording. Memory that is cached for others is given back
+    where the device has less left than is reserved."""
     module, collecting, emptied = importlib.import_module(f"{qwen3.__name__}.shared.runtime.graphs"), [], []
 
     def function(**_):
@@ -91,8 +91,8 @@ def test_no_garbage_is_collected_while_graphs_are_recorded(qwen3, monkeypatch, e
         if error and len(collecting) == 2:
             raise error
 
-    free = {True: 2**20, False: 2**30}[enabled]
-    monkeypatch.setattr(module.torch, "cuda", mock.MagicMock(mem_get_info=lambda device: (free, 2**31), memory_reserved=lambda device: 2**29))
+    memory = {"mem_get_info": lambda device: (2**20 if enabled else 2**30, 2**31), "memory_reserved": lambda device: 2**29}
+    monkeypatch.setattr(module.torch, "cuda", mock.MagicMock(**memory))
     module.torch.cuda.empty_cache.side_effect = lambda: emptied.append(True)
     pool = module.GraphPool(torch.device("cpu"))
     graph = pool.graph()

@@ -71,8 +71,8 @@ def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool 
     if exclude_embeddings:
         left_out.update(id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding))
     found = list(itertools.chain.from_iterable(map(dict.values, filter(None, map(_PARAMETERS, modules)))))
-    wanted = [parameter for key, parameter in zip(map(id, found), found) if key not in left_out]
-    return sum(parameter.numel() for parameter in dict(zip(map(id, wanted), wanted)).values() if not only_trainable or parameter.requires_grad)
+    each = dict(zip(map(id, found), found)).items()
+    return sum(p.numel() for key, p in each if key not in left_out and (p.requires_grad or not only_trainable))
 
 
 METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters)
