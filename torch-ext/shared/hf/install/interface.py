@@ -164,8 +164,9 @@ class Interface:
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
         Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
-        layers get graphs for each length that comes three times, up to `sizes` of them; a length that comes twice as often as the rarest
-        of these takes its place, and a row that is up to a sixteenth shorter uses them. Documents may lie elsewhere in each batch.
+        layers get graphs for each length that comes again, up to `sizes` of them; a length that comes twice as often as the rarest of
+        these takes its place. Rows get up to an eighth of tokens of no text, so that lengths are few. Documents may lie elsewhere in each
+        batch.
         `explain` says how many passes are replayed, and the memory.
 
         Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with

@@ -121,7 +121,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     sizes = captured_sizes(layers[0][0])
     if sizes is not None:
         said = f"captured: {sizes.sizes} of {sizes.seen} sizes, {sizes.share:.0%} of the passes, {sizes.nbytes / 2**30:.1f} GiB"
-        unrecorded = Reason("unrecorded", "no training pass of a size was seen three times")
+        unrecorded = Reason("unrecorded", "no training pass of a size came again")
         found[said, None if sizes.sizes else reasons[0] if reasons else unrecorded] += len(layers)
         for reason in reasons if sizes.sizes else ():
             found["captured: other passes", reason] += len(layers)
