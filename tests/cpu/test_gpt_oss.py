@@ -26,7 +26,7 @@ from tests.models import (
     whole,
 )
 from tests.ops import experts as experts_checks
-from tests.ops import rms_norm, round_last_rms_norm
+from tests.ops import four_bits, rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS
 from tests.patched import called_operations, calls_of, everything_of, install, step_without_small_gradients
 from tests.tolerances import assert_close
@@ -362,6 +362,17 @@ def test_a_package_without_the_kernels_of_this_gate(qwen3, interpret):
     experts_checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
     rows = {"expert_counts", "expert_sums", "expert_order", "token_rows"}
     assert {name.partition("-")[0] for name in backend.launched} == {*rows, "token_sum"}
+
+
+def test_numbers_of_four_bits(gpt_oss, qwen3, interpret):
+    """bf16 by the kernel where a package ships it, and everything else by PyTorch's operations."""
+    kernels, none = interpret(gpt_oss, kernels_of("packages/gpt-oss")), interpret(qwen3, kernels_of("."))
+    for package in (gpt_oss, qwen3):
+        four_bits.check_numbers(package, "cpu")
+        four_bits.check_slabs(package, "cpu")
+        four_bits.check_tiles(package, "cpu")
+        four_bits.check_offsets(package, "cpu")
+    assert {name.partition("-")[0] for name in kernels.launched} == {"decode_mxfp4"} and not none.launched
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])

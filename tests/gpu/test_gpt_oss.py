@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.ways import check_cache, check_compiled_half, check_lora, check_same_bits
 from tests.models import Step, random_tokens, tiny_gpt_oss
-from tests.ops import expert_adapters, experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
+from tests.ops import expert_adapters, experts, four_bits, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -51,6 +51,14 @@ def skip_without_kernel(dtype):
     """bf16 is not built for the GPUs where PyTorch's grouped GEMM is one kernel, but for compute capability 9.0."""
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 10:
         pytest.skip("there is PyTorch's kernel alone")
+
+
+def test_numbers_of_four_bits(gpt_oss):
+    """Every byte with every scale, as the table of PyTorch's path and float64 have them; parts, the last tile short, and odd addresses."""
+    four_bits.check_numbers(gpt_oss, DEVICE)
+    four_bits.check_slabs(gpt_oss, DEVICE)
+    four_bits.check_tiles(gpt_oss, DEVICE, 100_004)
+    four_bits.check_offsets(gpt_oss, DEVICE)
 
 
 @halves

@@ -60,6 +60,29 @@ def check_slabs(ops, device):
     assert module.dense_of_blocks(blocks[:0], scales[:0], BF16).shape == (0, 5, 96)
 
 
+def check_tiles(ops, device, blocks=1000):
+    """A weight of several tiles of blocks in bf16, the last one short, has the bits of a table's numbers."""
+    module = four_bits_of(ops)
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(256, (blocks, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(255, (blocks,), dtype=torch.uint8, generator=generator)
+    table = torch.tensor([number_of(code, 127) for code in range(16)], dtype=FP64)
+    exact = torch.stack((table[codes.long() & 15], table[codes.long() >> 4]), -1).flatten(1) * torch.exp2(scales.double() - 127)[:, None]
+    found = module.dense_of_blocks(codes.to(device), scales.to(device), BF16)
+    assert same_bits(found.cpu(), exact.flatten().to(BF16)), "numbers of many blocks"
+
+
+def check_offsets(ops, device):
+    """Codes and scales that do not begin at whole words."""
+    module = four_bits_of(ops)
+    generator = torch.Generator().manual_seed(2)
+    codes, scales = (torch.randint(200, (64 * n + 16,), dtype=torch.uint8, generator=generator).to(device) for n in (16, 1))
+    for of_codes, of_scales in ((0, 0), (0, 3), (5, 0), (16, 4)):
+        found = codes[of_codes:][:1024].view(64, 16), scales[of_scales:][:64]
+        expected = module.dense_of_blocks(*found, FP32).to(BF16)
+        assert same_bits(module.dense_of_blocks(*found, BF16), expected), f"from byte {of_codes}, scales from byte {of_scales}"
+
+
 def check_codes(ops, device, dtype):
     """The nearest number of a block, of two at one distance the one whose last bit is zero, with the least scale that saturates nothing."""
     module = four_bits_of(ops)
@@ -154,6 +177,8 @@ def check_wrong_codes(ops):
 CHECKS = {
     "numbers": on_cpu(check_numbers),
     "slabs": on_cpu(check_slabs),
+    "tiles": on_cpu(check_tiles),
+    "offsets": on_cpu(check_offsets),
     "codes": on_cpu(check_codes, FP32),
     "codes_half": on_cpu(check_codes, BF16),
     "coded": on_cpu(check_coded_experts),
@@ -173,8 +198,28 @@ MUTANTS = [
          ("(sizes, -sizes)", "(sizes, sizes)")),
     *errors_in(_CODES, "slabs", "dense_of_blocks",
          ("start + SLAB)", "start + SLAB - 1)"),
-         ("(scales[place].int() << 8)", "(scales[place].int() << 7)", "numbers"),
-         ("blocks.reshape(-1, PAIRS)", "blocks.transpose(0, 1).reshape(-1, PAIRS)")),
+         ("(scales[place].int()[:, None] << 8)", "(scales[place].int()[:, None] << 7)", "numbers"), kernels=False),
+    *errors_in(_CODES, "slabs", "dense_of_blocks",
+         ("blocks.reshape(-1, PAIRS)", "blocks.transpose(0, 1).reshape(-1, PAIRS)"),
+         ("scales.reshape(-1)", "scales.transpose(0, 1).reshape(-1)")),
+    *errors_in("kernel_src/four_bits.py", "numbers", "power_of",
+         ("scale == 255", "scale == 254"),
+         ("scale << 23", "scale << 22"),
+         ("ct.maximum(scale << 23, LEAST)", "scale << 23")),
+    *errors_in("kernel_src/four_bits.py", "numbers", "number", ("* TO_SIZE", "* (TO_SIZE / 2)")),
+    *errors_in("kernel_src/four_bits.py", "numbers", "decode_mxfp4",
+         ("(byte & 8) << 28", "(byte & 4) << 29"),
+         ("(byte & 7)", "(byte & 3)"),
+         ("(byte & 128) << 24", "(byte & 64) << 25"),
+         ("(byte & 112)", "(byte & 48)"),
+         ("first >> 16", "second >> 16"),
+         ("second & UPPER", "first & UPPER"),
+         ("ct.bid(0) * TILE", "ct.bid(0)", "tiles"),
+         ("block // 4", "block % 4"),
+         ("block % 4 * 8", "block % 2 * 8", "tiles"),
+         ("[None, :]), check_bounds=True, padding_value=0)", "[None, :]), check_bounds=False)", "tiles"),
+         ("block // 4, check_bounds=True, padding_value=0)", "block // 4, check_bounds=False)", "tiles"),
+         ("ct.int32), check_bounds=True)", "ct.int32), check_bounds=False)", "tiles")),
     *errors_in(_CODES, "codes", "blocks_of",
          ("bounds[list(UP)] = torch.nextafter(bounds[list(UP)], torch.zeros((), device=weight.device))", "pass"),
          ("+ TO_NEXT", ""),
@@ -192,3 +237,7 @@ MUTANTS = [
     *errors_in(_SPARSE, "coded_reference", "norm_experts_reference",
          ("dense(gate_up), dense(down)", "dense(gate_up), dense(down) * (1 + isinstance(down, tuple))")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"four_bits": ("test_gpt_oss.py::test_numbers_of_four_bits",)}

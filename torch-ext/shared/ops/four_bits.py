@@ -12,7 +12,9 @@ from typing import Callable, NamedTuple, Tuple, Union
 
 import torch
 
-from ..runtime.device import PLAIN
+from ..runtime.device import PLAIN, kernels_run_on
+from ..runtime.launch import Kernel, ships
+from .common import within_reach
 
 BLOCK = 32  # numbers of a scale
 PAIRS = BLOCK // 2  # bytes of a block: the first number of two is in the lower four bits
@@ -22,6 +24,15 @@ UP = tuple(i for i in range(len(LEAST)) if i % 2)  # those that go to the larger
 TO_NEXT, TOP = 0x3FFFFF, 2  # added to bits of float32, it carries into the exponent what is more than 1.5 * 2^k; 6 is 1.5 * 2^2
 SLAB = 2**18  # blocks that are taken apart at once, whose temporary tensor has 16 MiB
 WIDER = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # two numbers of so many bytes as one
+
+
+def _words(codes, scales, out):
+    """Bytes of codes and of scales as the kernel takes them, four at once, where they lie so."""
+    whole = not (scales.shape[0] % 4 or scales.storage_offset() % 4 or codes.storage_offset() % 4)
+    return (codes.view(torch.int32), scales.view(torch.int32), out) if whole else (codes, scales, out)
+
+
+_decode = Kernel("decode_mxfp4", grid=lambda c, codes, scales, out: (-(-out.shape[0] // c["TILE"]),), views=_words)
 
 
 class CodedExperts(NamedTuple):
@@ -60,18 +71,27 @@ def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return pairs.to(dtype).view(WIDER[dtype.itemsize]).flatten().to(device)
 
 
+def _has_kernel(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or not (kernels_run_on(codes, scales) and ships("four_bits")):
+        return False
+    return within_reach(pairs.numel()) and _decode.takes(codes, scales, pairs)
+
+
 def dense_of_blocks(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers [..., 32 * n] of codes in blocks, exact in bf16 and float32. blocks: [..., n, 16] uint8; scales: [..., n] uint8. Beside
     the result there is never more than what SLAB says."""
     out = torch.empty((*scales.shape[:-1], BLOCK * scales.shape[-1]), dtype=dtype, device=blocks.device)
     if out.is_meta:
         return out
+    codes, scales, pairs = blocks.reshape(-1, PAIRS), scales.reshape(-1), out.view(WIDER[dtype.itemsize]).view(-1, PAIRS)
+    if dtype == torch.bfloat16 and _has_kernel(codes, scales, pairs):
+        _decode(codes, scales, pairs)
+        return out
     table_of = _table if type(blocks) in PLAIN else _table.__wrapped__  # a tracer's tensors are not to be kept
-    table, pairs = table_of(dtype, blocks.device), out.view(WIDER[dtype.itemsize]).view(-1, PAIRS)
-    codes, scales = blocks.reshape(-1, PAIRS), scales.reshape(-1, 1)
+    table = table_of(dtype, blocks.device)
     for start in range(0, pairs.shape[0], SLAB):
         place = slice(start, start + SLAB)
-        index = (scales[place].int() << 8) | codes[place]
+        index = (scales[place].int()[:, None] << 8) | codes[place]
         torch.index_select(table, 0, index.flatten(), out=pairs[place].view(-1))
     return out
 
@@ -94,3 +114,11 @@ def blocks_of(weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         codes = torch.bucketize(sizes.contiguous(), bounds, out_int32=True).to(torch.uint8) | (grouped.signbit().to(torch.uint8) << 3)
         blocks[expert], scales[expert] = codes[..., ::2] | (codes[..., 1::2] << 4), scale
     return blocks, scales
+
+
+def _numbers(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """For `--check`: a weight [rows, 32 * n] in codes and back, multiplied by [32 * n] factors, so that something is rounded."""
+    return dense_of_blocks(*blocks_of(weight[None]), weight.dtype)[0] * factors
+
+
+SELF_CHECKS = {"MXFP4": lambda i: _numbers(i.constant(i.tokens, i.hidden), i.constant(i.hidden))}
