@@ -29,6 +29,7 @@ MADE = {
     "rivals": ("benchmark.rivals", "rivals"),
     "integrations": ("tests.integrations.table", "table"),
     "whole": ("tests.whole", "table"),
+    "machine_code": ("tools.machine_code", "table"),
 }
 # Other marks than {{ }} and {% %}: a package's card is a template itself, which kernel-builder fills.
 ENVIRONMENT = jinja2.Environment(

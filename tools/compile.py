@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tools import compiler
+from tools import compiler, machine_code
 from tools.assemble import sources as files_of_build
 from tools.build_checks import check_code, check_occupancy, check_reasons, check_resources, check_spills, spills_of
 from tools.build_record import read_spills, record, record_spills
@@ -136,7 +136,9 @@ def build(
     if like:
         variants = variants_of(variants, like, targets)
     images = images_of(variants, targets, console, workers, at_home=not like)
-    if not recording and not like:
+    if recording:
+        machine_code.record(images.items(), machine_code.all_operations())
+    elif not like:
         check_spills(images, read_spills())
     files = pack(package, variants, targets, images)
     write_folder(package.sources / "cubins", files)
@@ -162,6 +164,7 @@ def record_some(names: list[str], console: Console, workers: int) -> None:
     images = images_of(variants, TARGETS, console, workers)
     mine = {variant.name for _, variant in variants}
     record(names, compiler.compiler_identity())
+    machine_code.record(images.items(), machine_code.all_operations())
     record_spills({name: found for name, found in read_spills().items() if name not in mine} | spills_of(images))
 
 

@@ -71,6 +71,12 @@ def code_of(cubin: bytes) -> Code:
     return Code(machine, f"sm_{flags >> 8 & 0xFF}", host_machine)
 
 
+def code_sections(cubin: bytes) -> list[bytes]:
+    """Reads the machine code of a cubin, one section a function. Raises ValueError when it is none."""
+    _check(cubin)
+    return [section for name, _, section in _sections(cubin) if name.startswith(".text")]
+
+
 def resources(cubin: bytes) -> Resources:
     """Reads them from the ELF file. Raises ValueError when it is none."""
     _check(cubin)
