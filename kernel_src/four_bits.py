@@ -11,7 +11,7 @@ as words, whose bytes lie in the same registers.
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import Array, Params, Variant
+from kernel_src.prebuild import INT, Array, Params, Variant
 
 Const = ct.Constant[int]
 WORDS, PAIRS = 4, 16  # of a block: words and bytes of codes. The first number of two is in the lower four bits
@@ -34,18 +34,20 @@ def number(code, power):
 
 
 @ct.kernel
-def decode_mxfp4(codes, scales, out, TILE: Const):
-    """codes: [blocks, 4] int32, 16 bytes each; scales: [blocks / 4] int32, four bytes each; out: [blocks, 16] int32, two numbers in bf16
-    each, the first in the lower half. TILE blocks a block of threads."""
-    block = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+def decode_mxfp4(codes, scales, out, first, width, step, TILE: Const):
+    """codes: [blocks, 4] int32, 16 bytes each; scales: [blocks / 4] int32, four bytes each; out: [chosen, 16] int32, two numbers in bf16
+    each, the first in the lower half. From the block `first` on, `width` blocks are chosen of every `step`. TILE blocks a block of
+    threads."""
+    chosen = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+    block = first + chosen // width * step + chosen % width
     words = ct.gather(codes, (block[:, None], ct.arange(WORDS, dtype=ct.int32)[None, :]), check_bounds=True, padding_value=0)
     byte = ct.astype(ct.reshape(ct.pack_to_bytes(words), (TILE, PAIRS)), ct.uint32)
     four = ct.bitcast(ct.gather(scales, block // 4, check_bounds=True, padding_value=0), ct.uint32)
     power = power_of((four >> ct.astype(block % 4 * 8, ct.uint32)) & 255)[:, None]
-    first = number(((byte & 8) << 28) | ((byte & 7) << 22), power)
-    second = number(((byte & 128) << 24) | ((byte & 112) << 18), power)
-    place = (block[:, None], ct.arange(PAIRS, dtype=ct.int32)[None, :])
-    ct.scatter(out, place, ct.bitcast((first >> 16) | (second & UPPER), ct.int32), check_bounds=True)
+    lower = number(((byte & 8) << 28) | ((byte & 7) << 22), power)
+    upper = number(((byte & 128) << 24) | ((byte & 112) << 18), power)
+    place = (chosen[:, None], ct.arange(PAIRS, dtype=ct.int32)[None, :])
+    ct.scatter(out, place, ct.bitcast((lower >> 16) | (upper & UPPER), ct.int32), check_bounds=True)
 
 
 # ---------------------------------------------------------------- what is prebuilt
@@ -55,5 +57,5 @@ TILES = ((128, 4), (256, 8))  # (blocks, warps) of a block of threads: each thre
 def variants():
     codes, scales, out = Array("int32", (None, WORDS)), Array("int32", (None,), aligned=False), Array("int32", (None, PAIRS))
     for tile, warps in TILES:
-        params: Params = {"codes": codes, "scales": scales, "out": out, "TILE": tile}
+        params: Params = {"codes": codes, "scales": scales, "out": out, "first": INT, "width": INT, "step": INT, "TILE": tile}
         yield Variant(decode_mxfp4, params, hints={"num_worker_warps": warps})

@@ -54,11 +54,15 @@ def skip_without_kernel(dtype):
 
 
 def test_numbers_of_four_bits(gpt_oss):
-    """Every byte with every scale, as the table of PyTorch's path and float64 have them; parts, the last tile short, and odd addresses."""
+    """Every byte with every scale, as the table of PyTorch's path and float64 have them; parts, the last tile short, odd
+    addresses; and grouped GEMMs over parts."""
     four_bits.check_numbers(gpt_oss, DEVICE)
     four_bits.check_slabs(gpt_oss, DEVICE)
     four_bits.check_tiles(gpt_oss, DEVICE, 100_004)
     four_bits.check_offsets(gpt_oss, DEVICE)
+    four_bits.check_parts(gpt_oss, DEVICE, experts=4, rows=5760, columns=2880)
+    four_bits.check_coded_gemm(gpt_oss, DEVICE, (300, 0, 129, 160), 2880, 5760)
+    four_bits.check_coded_experts_in_parts(gpt_oss, DEVICE, gpt_oss=True)
 
 
 @halves

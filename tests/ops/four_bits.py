@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, leaf, on_cpu, randn
+from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, leaf, limit, on_cpu, randn
 from tests.ops.decoder_nodes import part_of
 from tests.ops.expert_adapters import BOTH, adapted_leaves, arguments_of
 
@@ -60,6 +60,49 @@ def check_slabs(ops, device):
     assert module.dense_of_blocks(blocks[:0], scales[:0], BF16).shape == (0, 5, 96)
 
 
+def check_parts(ops, device, dtype=BF16, experts=3, rows=40, columns=128):
+    """Parts of the rows and of a row's numbers are those of the whole."""
+    module = four_bits_of(ops)
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator).to(device)
+    scales = torch.randint(250, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator).to(device)
+    whole = module.dense_of_blocks(blocks, scales, dtype)
+    for start, stop in ((0, 32), (32, columns), (64, 96), (0, columns)):
+        found = module.dense_of_blocks(blocks, scales, dtype, 2, slice(start, stop))
+        assert torch.equal(found, whole[:, :, start:stop]), f"numbers {start} to {stop} of rows"
+    for start, stop in ((0, 32), (32, rows), (7, 8), (0, rows)):
+        found = module.dense_of_blocks(blocks, scales, dtype, 1, slice(start, stop))
+        assert torch.equal(found, whole[:, start:stop]), f"rows {start} to {stop}"
+
+
+def check_coded_gemm(ops, device, counts=(70, 0, 129, 3), deep=96, columns=608):
+    """A grouped GEMM over parts of a weight in codes has the bits of one over the weight, in both orders in memory."""
+    module = four_bits_of(ops)
+    gemms = importlib.import_module(f"{ops.__name__}.shared.ops.grouped_gemm")
+    ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+    x = randn(sum(counts), deep, dtype=BF16, device=device, seed=4)
+    for rows, numbers in ((columns, deep), (deep, columns)):
+        blocks, scales = module.blocks_of(randn(len(counts), rows, numbers, dtype=BF16, device=device, seed=5))
+        made = []
+
+        def make(dim, part, blocks=blocks, scales=scales, made=made):
+            made.append(module.dense_of_blocks(blocks, scales, BF16, dim, part))
+            return made[-1]
+
+        weight = module.CodedExperts(make, torch.Size((len(counts), rows, numbers)), BF16, blocks.device, True)
+        weight = weight if numbers == columns else weight.transpose(1, 2)
+        groups = gemms.Groups(ends, x.shape[0])
+        expected = gemms.grouped_mm(x, module.dense(weight), groups)
+        made.clear()
+        with limit(ops, "grouped_gemm", "PART", 2 * len(counts) * deep * 300):
+            assert torch.equal(gemms.coded_mm(x, weight, groups), expected), "the bits of the whole weight"
+            sizes = [each.numel() // (len(counts) * deep) for each in made]
+            assert sizes in ([256] * (columns // 256) + [columns % 256], [columns]), f"made {sizes} columns at once"
+            made.clear()
+            gemms.coded_mm(x, weight._replace(in_parts=False), groups)
+            assert len(made) == 1, "made in parts where that takes longer"
+
+
 def check_tiles(ops, device, blocks=1000):
     """A weight of several tiles of blocks in bf16, the last one short, has the bits of a table's numbers."""
     module = four_bits_of(ops)
@@ -68,8 +111,8 @@ def check_tiles(ops, device, blocks=1000):
     scales = torch.randint(255, (blocks,), dtype=torch.uint8, generator=generator)
     table = torch.tensor([number_of(code, 127) for code in range(16)], dtype=FP64)
     exact = torch.stack((table[codes.long() & 15], table[codes.long() >> 4]), -1).flatten(1) * torch.exp2(scales.double() - 127)[:, None]
-    found = module.dense_of_blocks(codes.to(device), scales.to(device), BF16)
-    assert same_bits(found.cpu(), exact.flatten().to(BF16)), "numbers of many blocks"
+    found = module.dense_of_blocks(codes.to(device)[None], scales.to(device)[None], BF16)
+    assert same_bits(found.cpu().flatten(), exact.flatten().to(BF16)), "numbers of many blocks"
 
 
 def check_offsets(ops, device):
@@ -115,23 +158,23 @@ def coded_weights(ops, leaves, gpt_oss):
         weight = leaves[name].detach()
         blocks, scales = module.blocks_of(weight.transpose(1, 2) if gpt_oss else weight)
 
-        def make(blocks=blocks, scales=scales, dtype=weight.dtype):
-            found = module.dense_of_blocks(blocks, scales, dtype)
+        def make(dim, part, blocks=blocks, scales=scales, dtype=weight.dtype):
+            found = module.dense_of_blocks(blocks, scales, dtype, 3 - dim if gpt_oss else dim, part)
             return found.transpose(1, 2) if gpt_oss else found
 
-        leaves[name] = leaf(make()).requires_grad_(False)
-        coded[name] = module.CodedExperts(make, weight.shape, weight.dtype, weight.device)
+        coded[name] = module.CodedExperts(make, weight.shape, weight.dtype, weight.device, True)
+        leaves[name] = leaf(module.dense(coded[name])).requires_grad_(False)
         turned = coded[name].transpose(1, 2)
         assert turned.shape == module.dense(turned).shape, "the shape of a weight the other way"
     return leaves, coded
 
 
-def check_coded_experts(ops, device, dtype=BF16, *, gpt_oss=False, on=BOTH, coded=BOTH, recompute=False, again=False):
+def check_coded_experts(ops, device, dtype=BF16, *, width=32, gpt_oss=False, on=BOTH, coded=BOTH, recompute=False, again=False):
     """The bits that the numbers give, and nothing of a weight's size is kept for the backward pass. coded: the weights in codes. again: a
     second backward pass."""
     sparse, found = part_of(ops, "sparse"), []
     for names in ((), coded):
-        leaves, codes = coded_weights(ops, adapted_leaves(dtype, device, 11, 64, 32, 5, 8, on, False, gpt_oss), gpt_oss)
+        leaves, codes = coded_weights(ops, adapted_leaves(dtype, device, 11, 64, width, 5, 8, on, False, gpt_oss), gpt_oss)
         for name, tensor in leaves.items():
             tensor.requires_grad_(name not in coded)
         arguments, options = arguments_of(ops, leaves | {name: codes[name] for name in names}, 2, (2.0, 0.6), gpt_oss)
@@ -147,6 +190,11 @@ def check_coded_experts(ops, device, dtype=BF16, *, gpt_oss=False, on=BOTH, code
             y.backward(dy, retain_graph=again)
         found.append([y.detach(), *(tensor.grad for name, tensor in leaves.items() if name not in coded)])
     assert len(found[0]) > 3 and all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "not the bits of the numbers"
+
+
+def check_coded_experts_in_parts(ops, device, **options):
+    with limit(ops, "grouped_gemm", "PART", 1):
+        check_coded_experts(ops, device, width=160, **options)
 
 
 def check_reference(ops):
@@ -179,11 +227,16 @@ CHECKS = {
     "slabs": on_cpu(check_slabs),
     "tiles": on_cpu(check_tiles),
     "offsets": on_cpu(check_offsets),
+    "parts": on_cpu(check_parts),
+    "parts_wide": on_cpu(check_parts, FP32),
+    "gemm": on_cpu(check_coded_gemm),
     "codes": on_cpu(check_codes, FP32),
     "codes_half": on_cpu(check_codes, BF16),
     "coded": on_cpu(check_coded_experts),
     "coded_gpt_oss": on_cpu(check_coded_experts, gpt_oss=True),
     "coded_again": on_cpu(check_coded_experts, FP32, gpt_oss=True, recompute=True, again=True, on=("down",)),
+    "coded_parts": on_cpu(check_coded_experts_in_parts, gpt_oss=True),
+    "coded_parts_other": on_cpu(check_coded_experts_in_parts, on=("gate_up",), recompute=True),
     "coded_one": on_cpu(check_coded_experts, coded=("gate_up",), on=()),
     "coded_other": on_cpu(check_coded_experts, FP16, coded=("down",), on=("gate_up",), recompute=True),
     "coded_reference": check_reference,
@@ -212,8 +265,11 @@ MUTANTS = [
          ("(byte & 7)", "(byte & 3)"),
          ("(byte & 128) << 24", "(byte & 64) << 25"),
          ("(byte & 112)", "(byte & 48)"),
-         ("first >> 16", "second >> 16"),
-         ("second & UPPER", "first & UPPER"),
+         ("lower >> 16", "upper >> 16"),
+         ("upper & UPPER", "lower & UPPER"),
+         ("first + chosen", "chosen", "parts"),
+         ("chosen // width * step", "chosen // width * width", "parts"),
+         ("chosen % width", "chosen", "parts"),
          ("ct.bid(0) * TILE", "ct.bid(0)", "tiles"),
          ("block // 4", "block % 4"),
          ("block % 4 * 8", "block % 2 * 8", "tiles"),
@@ -230,9 +286,20 @@ MUTANTS = [
          ("(254 - scale)", "(253 - scale)"),
          ("blocks[expert], scales[expert] =", "blocks[0], scales[0] =")),
     *errors_in(_CODES, "coded_gpt_oss", "CodedExperts.transpose",
-         ("self.make().transpose(*dims)", "2 * self.make().transpose(*dims)"),
+         ("self.make(3 - dim, part).transpose", "2 * self.make(3 - dim, part).transpose"),
          ("(experts, columns, rows)", "(experts, rows, columns)")),
-    *errors_in(_CODES, "coded", "dense", ("weight.make()", "2 * weight.make()")),
+    *errors_in(_CODES, "coded", "dense", ("weight.make(2, WHOLE)", "2 * weight.make(2, WHOLE)")),
+    *errors_in(_CODES, "parts", "_chosen",
+         ("start // BLOCK,", "0,"),
+         ("(stop - start) // BLOCK", "stop // BLOCK"),
+         ("start * blocks[-1], (", "0, ("),
+         ("blocks[-2] * blocks[-1]", "blocks[-2]")),
+    *errors_in(_CODES, "parts_wide", "dense_of_blocks", ("first : first + width", ":width"), kernels=False),
+    *errors_in("shared/ops/grouped_gemm.py", "gemm", "coded_mm",
+         ("weight.in_parts and ", ""),
+         ("range(0, columns, width)", "range(0, columns - width, width)"),
+         ("out[:, part]", "out[:, : part.stop - part.start]"),
+         ("* WIDTH), 1)", "* WIDTH // 2), 1)")),
     *errors_in(_SPARSE, "coded_wrong", "_check", ('"weights.gate_up", gate_up', '"weights.gate_up", tensors.gate_up')),
     *errors_in(_SPARSE, "coded_reference", "norm_experts_reference",
          ("dense(gate_up), dense(down)", "dense(gate_up), dense(down) * (1 + isinstance(down, tuple))")),

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.nn.functional import pad
 
-from .four_bits import Weight, dense
-from .grouped_gemm import Groups, grouped_mm, grouped_outer
+from .four_bits import Weight
+from .grouped_gemm import Groups, coded_mm, grouped_mm, grouped_outer
 from .second_run import are_watched
 
 WHOLE = 8  # numbers of half precision in 16 bytes, of which a row of a grouped GEMM's matrix is made
@@ -93,7 +93,7 @@ def adapted_mm(
     x: torch.Tensor, weight: Weight, factors: Optional[Factors], groups: Groups, low: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
     """`grouped_mm` with an adapter, if there is one. weight: a tensor or `CodedExperts`. low: of `narrow_mm`, where it has been made."""
-    y = grouped_mm(x, dense(weight), groups)
+    y = coded_mm(x, weight, groups)
     if factors is None:
         return y
     low = narrow_mm(x, factors, groups) if low is None else low

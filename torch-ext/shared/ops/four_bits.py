@@ -33,21 +33,28 @@ def _words(codes, scales, out):
 
 
 _decode = Kernel("decode_mxfp4", grid=lambda c, codes, scales, out: (-(-out.shape[0] // c["TILE"]),), views=_words)
+WHOLE = slice(None)
 
 
 class CodedExperts(NamedTuple):
     """A frozen weight [experts, rows, columns] that is kept in fewer bits. It stands for the weight in grouped GEMMs, each of which makes
-    it for itself and frees it: nothing of its size is kept or saved. make: gives the weight, in its dtype and on its device."""
+    it for itself and frees it: nothing of its size is kept or saved.
 
-    make: Callable[[], torch.Tensor]
+    make: gives the weight, in its dtype and on its device: of its rows (1) or columns (2) a part, from and to multiples of BLOCK. in_parts:
+    whether all parts together take no longer than the whole.
+    """
+
+    make: Callable[[int, slice], torch.Tensor]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    in_parts: bool = False
 
     def transpose(self, *dims: int) -> "CodedExperts":
         """The weight the other way; dims: 1 and 2."""
         experts, rows, columns = self.shape
-        return self._replace(make=lambda: self.make().transpose(*dims), shape=torch.Size((experts, columns, rows)))
+        shape = torch.Size((experts, columns, rows))
+        return self._replace(make=lambda dim, part: self.make(3 - dim, part).transpose(*dims), shape=shape)
 
     def dim(self) -> int:
         return len(self.shape)
@@ -58,7 +65,7 @@ Weight = Union[torch.Tensor, CodedExperts]
 
 def dense(weight: Weight) -> torch.Tensor:
     """The tensor that a grouped GEMM multiplies by, of a tensor or of `CodedExperts`."""
-    return weight.make() if isinstance(weight, CodedExperts) else weight
+    return weight.make(2, WHOLE) if isinstance(weight, CodedExperts) else weight
 
 
 @functools.lru_cache(maxsize=None)
@@ -71,22 +78,38 @@ def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return pairs.to(dtype).view(WIDER[dtype.itemsize]).flatten().to(device)
 
 
-def _has_kernel(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> bool:
+def _chosen(blocks: torch.Size, dim: int, part: slice) -> Tuple[int, int, int]:
+    """(the first block, how many of how many blocks) of a part of the rows (1) or numbers (2) that blocks [..., rows, n] hold."""
+    if dim == 2:
+        start, stop, _ = part.indices(BLOCK * blocks[-1])
+        return start // BLOCK, (stop - start) // BLOCK, blocks[-1]
+    start, stop, _ = part.indices(blocks[-2])
+    return start * blocks[-1], (stop - start) * blocks[-1], blocks[-2] * blocks[-1]
+
+
+def _has_kernel(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, *chosen: int) -> bool:
     if torch.compiler.is_compiling() or not (kernels_run_on(codes, scales) and ships("four_bits")):
         return False
-    return within_reach(pairs.numel()) and _decode.takes(codes, scales, pairs)
+    return within_reach(PAIRS * scales.numel()) and _decode.takes(codes, scales, pairs, *chosen)
 
 
-def dense_of_blocks(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [..., 32 * n] of codes in blocks, exact in bf16 and float32. blocks: [..., n, 16] uint8; scales: [..., n] uint8. Beside
-    the result there is never more than what SLAB says."""
-    out = torch.empty((*scales.shape[:-1], BLOCK * scales.shape[-1]), dtype=dtype, device=blocks.device)
+def dense_of_blocks(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, dim: int = 2, part: slice = WHOLE
+) -> torch.Tensor:
+    """The numbers [..., rows, 32 * n] of codes in blocks, exact in bf16 and float32. blocks: [..., rows, n, 16] uint8; scales:
+    [..., rows, n] uint8. part: of the rows (dim 1) or of a row's numbers (2), from and to multiples of 32. Beside the result there is
+    never more than what SLAB says."""
+    first, width, step = _chosen(scales.shape, dim, part)
+    shape = (*scales.shape[:-1], BLOCK * width) if dim == 2 else (*scales.shape[:-2], width // scales.shape[-1], BLOCK * scales.shape[-1])
+    out = torch.empty(shape, dtype=dtype, device=blocks.device)
     if out.is_meta:
         return out
     codes, scales, pairs = blocks.reshape(-1, PAIRS), scales.reshape(-1), out.view(WIDER[dtype.itemsize]).view(-1, PAIRS)
-    if dtype == torch.bfloat16 and _has_kernel(codes, scales, pairs):
-        _decode(codes, scales, pairs)
+    if dtype == torch.bfloat16 and _has_kernel(codes, scales, pairs, first, width, step):
+        _decode(codes, scales, pairs, first, width, step)
         return out
+    if width < step:
+        codes, scales = (each.unflatten(0, (-1, step))[:, first : first + width].flatten(0, 1) for each in (codes, scales))
     table_of = _table if type(blocks) in PLAIN else _table.__wrapped__  # a tracer's tensors are not to be kept
     table = table_of(dtype, blocks.device)
     for start in range(0, pairs.shape[0], SLAB):

@@ -12,6 +12,7 @@ import torch
 from ..runtime.device import PLAIN, kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
 from .common import within_reach
+from .four_bits import CodedExperts, Weight, dense
 from .products import write_product
 from .routing import row_blocks
 
@@ -23,7 +24,8 @@ from .routing import row_blocks
 # inside 785 instead of 690 + 84, level. Shorter blocks for an expert's last rows made every product slower by a tenth or more, for their
 # branch. Tiles of 128 x 128, two blocks on an SM, are 8 % faster where a row has 768 numbers and 2 to 8 % slower where it has 2048.
 OURS_FROM, OURS_TO = 128, 512
-
+# Of a weight in codes so many bytes at once, in columns of whole tiles: GPT-OSS-20B's in three to four parts.
+PART, WIDTH = 288 * 2**20, 256
 
 
 def _mm_grid(c, x, weight, blocks, out):
@@ -66,9 +68,13 @@ def _has_grouped_mm(device: int) -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _beats_torch(device: int) -> bool:
+def _can_beat_torch(device: int) -> bool:
     """Whether our `grouped_mm` can be faster than torch's where that is a kernel too; see OURS_FROM."""
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _beats_torch(x: torch.Tensor, experts: int) -> bool:
+    return OURS_FROM * experts <= x.shape[0] <= OURS_TO * experts and _can_beat_torch(x.get_device())
 
 
 def _native(*tensors: torch.Tensor) -> bool:
@@ -101,19 +107,23 @@ def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
     return True
 
 
+def _ours(x: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor) -> bool:
+    """Writes `grouped_mm` into out by our kernel; False where none takes the tensors."""
+    transposed = weight.stride(2) != 1
+    stored = weight.transpose(1, 2) if transposed else weight
+    return _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out)
+
+
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """[rows, n]: the rows of each expert of x [rows, k] times its weight [experts, k, n]. What rows of no expert hold is
     undefined on a GPU."""
     if type(x) not in PLAIN:  # without data, in the fake function of an operator
         return x.new_empty((x.shape[0], weight.shape[2]))
     native = _native(x, weight)
-    experts = weight.shape[0]
-    if native and not (OURS_FROM * experts <= x.shape[0] <= OURS_TO * experts and _beats_torch(x.get_device())):
+    if native and not _beats_torch(x, weight.shape[0]):
         return torch._grouped_mm(x, weight, offs=groups.ends)
     out = x.new_empty((x.shape[0], weight.shape[2]))
-    transposed = weight.stride(2) != 1
-    stored = weight.transpose(1, 2) if transposed else weight
-    if _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out):
+    if _ours(x, weight, groups, out):
         return out
     if native:
         return torch._grouped_mm(x, weight, offs=groups.ends)
@@ -121,6 +131,21 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.T
     for expert, rows in groups.slices():
         write_product(out[rows], x[rows], weight[expert])
     return out
+
+
+def coded_mm(x: torch.Tensor, weight: Weight, groups: Groups) -> torch.Tensor:
+    """`grouped_mm`, of which a weight in codes is made in parts where our kernel multiplies: PART bytes of it are there at most. A tile's
+    bits do not depend on which others there are."""
+    if not isinstance(weight, CodedExperts):
+        return grouped_mm(x, weight, groups)
+    experts, depth, columns = weight.shape
+    width = max(PART // (experts * depth * weight.dtype.itemsize * WIDTH), 1) * WIDTH
+    if weight.in_parts and width < columns and _has_kernel(x) and (not _native(x) or _beats_torch(x, experts)):
+        out = x.new_empty((x.shape[0], columns))
+        parts = [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
+        if all(_ours(x, weight.make(2, part), groups, out[:, part]) for part in parts):
+            return out
+    return grouped_mm(x, dense(weight), groups)
 
 
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, groups: Groups) -> torch.Tensor:

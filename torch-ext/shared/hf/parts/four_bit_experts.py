@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ...ops.four_bits import CodedExperts, blocks_of, dense_of_blocks
+from ...ops.four_bits import WHOLE, CodedExperts, blocks_of, dense_of_blocks
 from .eight_bit_linear import ReadOnly
 from .weights import is_plain
 
@@ -35,6 +35,7 @@ class FourBits(nn.Module):
 
     kind: str  # for people
     suffix: str  # of its codes' name in a state dict
+    in_parts: bool  # of `CodedExperts`
     shape: torch.Size  # of the weight
     dense_dtype: torch.dtype  # of its numbers
 
@@ -47,7 +48,8 @@ class FourBits(nn.Module):
         """(one of these, codes) of a weight. transposed: whether products add up over its rows."""
         raise NotImplementedError
 
-    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
+    def numbers(self, codes: torch.Tensor, dim: int = 2, part: slice = WHOLE) -> torch.Tensor:
+        """Makes the weight, or a part of its rows (1) or columns (2)."""
         raise NotImplementedError
 
     def beside(self) -> Dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ class FourBits(nn.Module):
 class Mxfp4(FourBits):
     """codes: [experts, rows, columns / 32, 16] uint8, of the weight with its input's numbers last; scales: without the last length."""
 
-    kind, suffix = "MXFP4", "_blocks"
+    kind, suffix, in_parts = "MXFP4", "_blocks", True
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, scales: torch.Tensor, transposed: bool):
         super().__init__(shape, dtype)
@@ -87,8 +89,8 @@ class Mxfp4(FourBits):
         blocks, scales = blocks_of(weight.transpose(1, 2) if transposed else weight)
         return cls(weight.shape, weight.dtype, scales, transposed), blocks
 
-    def numbers(self, codes):
-        found = dense_of_blocks(codes, self.scales, self.dense_dtype)
+    def numbers(self, codes, dim=2, part=WHOLE):
+        found = dense_of_blocks(codes, self.scales, self.dense_dtype, 3 - dim if self.transposed else dim, part)
         return found.transpose(1, 2) if self.transposed else found
 
     def beside(self):
@@ -105,7 +107,7 @@ class Mxfp4(FourBits):
 class Nf4(FourBits):
     """codes: [numbers / 2, 1] uint8, as bitsandbytes packs them; state: its QuantState."""
 
-    kind, suffix = "NF4", ""
+    kind, suffix, in_parts = "NF4", "", False
 
     def __init__(self, state):
         super().__init__(torch.Size(state.shape), state.dtype)
@@ -116,10 +118,11 @@ class Nf4(FourBits):
         codes, state = _functional().quantize_4bit(weight.contiguous(), compress_statistics=True, quant_type="nf4")
         return cls(state), codes
 
-    def numbers(self, codes):
+    def numbers(self, codes, dim=2, part=WHOLE):
         if codes.is_meta:
             return torch.empty(self.shape, dtype=self.dense_dtype, device=codes.device)
-        return _functional().dequantize_4bit(codes.detach(), self.state)
+        found = _functional().dequantize_4bit(codes.detach(), self.state)
+        return found[(WHOLE,) * dim + (part,)]
 
     def beside(self):
         return {f".{name}": tensor for name, tensor in self.state.as_dict(packed=True).items()}
@@ -178,7 +181,8 @@ def weight_or_codes(module: nn.Module, name: str) -> Any:
     """The weight of a module of experts: in four bits as `CodedExperts`, else as the tensor that it is."""
     for each in held_in(module) if LISTS in module._modules else ():
         if each.name == name and is_plain(each.codes):
-            return CodedExperts(partial(each.made.numbers, each.codes), each.made.shape, each.made.dense_dtype, each.codes.device)
+            made = each.made
+            return CodedExperts(partial(made.numbers, each.codes), made.shape, made.dense_dtype, each.codes.device, made.in_parts)
     return getattr(module, name)
 
 
