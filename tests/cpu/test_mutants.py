@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from tests.mutants import CHECKS, KERNEL_MUTANTS, MUTANTS, OPERATION_MUTANTS, OPERATIONS, ROOT, notices, planted
+from tests.mutants import CHECKS, KERNEL_MUTANTS, MUTANTS, OPERATION_MUTANTS, OPERATIONS, ROOT, checks_of, notices, planted
 from tests.verdicts import Verdicts
 
 VERDICTS = Verdicts()
@@ -25,7 +25,7 @@ def unless_known(value, mutants, id):
 def test_without_an_error_every_check_passes(operation):
     """Else what it says of a mutant means nothing."""
     for kernels in (True, False):
-        used = dict.fromkeys(m.check for m in MUTANTS if m.kernels == kernels and m.check.startswith(f"{operation}:"))
+        used = dict.fromkeys(name for m in BY_OPERATION[operation] if m.kernels == kernels for name in checks_of(m.check))
         with planted(None, kernels) as package:
             for name in used:
                 CHECKS[name](package)

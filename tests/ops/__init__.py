@@ -6,7 +6,9 @@ with the real cubins, and two tables for planted errors:
 - `CHECKS`: name -> function(package). The cheapest check that notices an error, on the CPU.
 - `MUTANTS`: (file, function, old, new, check) or (file, function, old, new, check, kernels). In `function` of `file` (kernel_src/x.py, or a
   file of torch-ext: shared/ops/x.py) the text `old`, which occurs there once, becomes `new`; `check`, one of the file's own `CHECKS`, must
-  fail. kernels: False to run in PyTorch; True, the default, to run the kernels in the interpreter.
+  fail; or one of several, with " or " between their names. kernels: False to run in PyTorch; True, the default, to run the kernels in the
+  interpreter. Most rows are generated (generated.py), one error of each statement of the functions that it names; a pair of texts is for
+  what generation cannot say.
 
 tests/mutants.py collects both from every file here and plants the errors.
 
