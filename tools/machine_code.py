@@ -143,20 +143,22 @@ def read_record(path: Path = RECORD) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"compiler": {}, "operations": {}}
 
 
-def kernels_of(recorded: dict, operation: str) -> Kernels:
-    """What is recorded of an operation as its source is now; nothing where that has changed, or was not recorded."""
-    found = recorded["operations"].get(operation, {})
-    if found.get("source") != source_digest(operation):
-        return {}
+def _parsed(found: dict) -> Kernels:
     return {
         name: {architecture: Shown.of(text) for text, names in forms.items() for architecture in names.split()}
         for name, forms in found["kernels"].items()
     }
 
 
+def kernels_of(recorded: dict, operation: str) -> Kernels:
+    """What is recorded of an operation as its source is now; nothing where that has changed, or was not recorded."""
+    found = recorded["operations"].get(operation, {})
+    return _parsed(found) if found.get("source") == source_digest(operation) else {}
+
+
 def record(images: Iterable[tuple[Job, bytes]], names: Iterable[str], path: Path = RECORD) -> None:
-    """Reads the cubins that are not known yet, and writes down what they show. names: all operations that may stay in the record. What
-    another compiler made is forgotten."""
+    """Reads the cubins that are not known yet, and writes down what they show. names: all operations that may stay in the record, one whose
+    source has changed until it is read anew. What another compiler made is forgotten."""
     identity, recorded = compiler.compiler_identity(), read_record(path)
     if recorded["compiler"] != identity:
         recorded = {"compiler": identity, "operations": {}}
@@ -168,22 +170,23 @@ def record(images: Iterable[tuple[Job, bytes]], names: Iterable[str], path: Path
     for architecture, mine in new.items():
         for (operation, name, _), shown in zip(mine, read(list(mine.values()), architecture), strict=True):
             known[operation].setdefault(name, {})[architecture] = shown
-    kept = {name: {"source": source_digest(name), "kernels": kernels} for name, kernels in known.items() if kernels}
+    kept = {name: (found["source"], _parsed(found)) for name, found in recorded["operations"].items() if name in known}
+    kept |= {name: (source_digest(name), kernels) for name, kernels in known.items() if kernels}
     path.write_text(_text(identity, kept))
 
 
-def _text(identity: dict, operations: Mapping[str, dict]) -> str:
+def _text(identity: dict, operations: Mapping[str, tuple[str, Kernels]]) -> str:
     """JSON with a line a variant, whose architectures stand together where they show the same."""
     lines = []
-    for operation, found in sorted(operations.items()):
+    for operation, (source, found) in sorted(operations.items()):
         kernels = []
-        for name, by_architecture in sorted(found["kernels"].items()):
+        for name, by_architecture in sorted(found.items()):
             forms: dict[str, list[str]] = {}
             for architecture, shown in sorted(by_architecture.items(), key=lambda each: int(each[0][3:])):
                 forms.setdefault(str(shown), []).append(architecture)
             kernels.append(f"{json.dumps(name)}: {json.dumps({form: ' '.join(names) for form, names in forms.items()})}")
         body = ",\n ".join(kernels)
-        lines.append(f'{json.dumps(operation)}: {{"source": {json.dumps(found["source"])}, "kernels": {{\n {body}}}}}')
+        lines.append(f'{json.dumps(operation)}: {{"source": {json.dumps(source)}, "kernels": {{\n {body}}}}}')
     body = ",\n".join(lines)
     return f'{{"compiler": {json.dumps(identity)}, "operations": {{\n{body}\n}}}}\n'
 
@@ -194,12 +197,12 @@ def function_of(variant: str) -> str:
 
 
 def is_aligned(variant: str) -> bool:
-    """Tells whether all arrays of a variant promise where they begin."""
-    return not any(dtype.endswith("u") for dtype in variant.split("-")[1].split("."))
+    """Tells whether the first array of a variant, which it reads most of, promises where it begins."""
+    return not variant.split("-")[1].split(".")[0].endswith("u")
 
 
 def behind(mine: Shown, architecture: str, theirs: Shown) -> str:
-    """What of a kernel's form on sm_90, `theirs`, its code for another architecture lacks; "" for nothing."""
+    """Says which parts of a kernel's form on sm_90, `theirs`, its code for another architecture lacks; "" where it has all."""
     if theirs.matrix and not mine.matrix:
         return f"no matrix instruction, where sm_90 has {theirs.matrix}"
     if architecture in FIFTH and "GMMA" in theirs.matrix and not mine.matrix.startswith("UTC"):
@@ -232,12 +235,10 @@ def reason_for(variant: str, architecture: str) -> str:
 
 
 def table() -> str:
-    """Returns the record by architecture, in Markdown."""
-    recorded = read_record()
+    """Returns the record by architecture, in Markdown, with what has changed since as it was."""
     found: dict[str, dict[str, Shown]] = {}
     lacking = Counter[str]()
-    for operation in recorded["operations"]:
-        mine = kernels_of(recorded, operation)
+    for mine in map(_parsed, read_record()["operations"].values()):
         lacking.update(architecture for _, architecture in all_behind(mine))
         for name, by_architecture in mine.items():
             for architecture, shown in by_architecture.items():

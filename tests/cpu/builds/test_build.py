@@ -66,15 +66,16 @@ def test_a_second_build_compiles_nothing(cache, called, package):
 
 
 def test_some_operations_are_recorded_without_a_package(cache, called, package, monkeypatch):
-    """They are compiled for every target, and what others spill stays as it is recorded."""
+    """They are compiled for every target, their machine code is read, and what others spill stays as it is recorded."""
     recorded = []
+    monkeypatch.setattr(compile_.machine_code, "record", lambda images, names: recorded.append((len(images), "rms_norm" in names)))
     monkeypatch.setattr(compile_, "record", lambda names, identity: recorded.append(list(names)))
     monkeypatch.setattr(compile_, "record_spills", recorded.append)
     monkeypatch.setattr(compile_, "read_spills", lambda: {"another": {"sm_90": 8}})
     assert compile_.main(["--record", "tiny"]) == 0
     count = sum(len(names) for names in TARGETS.values())
     assert len(called) == count * len(targets.read_variants(["tiny"]))
-    assert recorded == [["tiny"], {"another": {"sm_90": 8}}] and not cubins_folder(package).exists()
+    assert recorded == [["tiny"], (len(called), True), {"another": {"sm_90": 8}}] and not cubins_folder(package).exists()
 
 
 def test_only_the_kernel_that_changed_is_compiled_again(cache, called, package, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import subprocess
 
 import pytest
 
-from tools import compile as compile_
 from tools import compiler, machine_code
 from tools.compiler import Job
 from tools.machine_code import RECORD, Shown, all_behind, behind, kernels_of, read_record, reason_for
@@ -132,19 +131,9 @@ def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "source_digest", lambda operation: "another")
     assert kernels_of(read_record(path), "scale") == {}
     machine_code.record([], ["scale"], path)
-    assert read_record(path)["operations"] == {}, "what is of another source is forgotten"
-
-
-def test_a_build_that_is_recorded_records_its_machine_code(monkeypatch):
-    """The compile step has the images in its hands."""
-    recorded = []
-    monkeypatch.setattr(compile_, "images_of", lambda variants, *_, **__: {})
-    monkeypatch.setattr(compile_, "record", lambda *_: None)
-    monkeypatch.setattr(compile_, "record_spills", lambda _: None)
-    monkeypatch.setattr(machine_code, "record", lambda images, names: recorded.append((list(images), set(names))))
-    compile_.record_some(["scale"], None, 1)
-    [(images, names)] = recorded
-    assert images == [] and {"scale", "rms_norm"} <= names
+    assert path.read_text() == before, "what is of another source stays until it is read anew"
+    machine_code.record([], ["rms_norm"], path)
+    assert read_record(path)["operations"] == {}, "there is no such operation any more"
 
 
 def test_without_nvdisasm_the_message_says_what_to_install(monkeypatch):
