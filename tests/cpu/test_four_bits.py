@@ -200,6 +200,19 @@ def test_merging_is_refused_until_the_weights_are_in_sixteen_bits(package, kind)
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, before, atol=0.15, rtol=5e-2)
 
 
+def test_parts_of_a_weight(package, kind):
+    """What grouped GEMMs make at once, of rows and of columns, are the weight's."""
+    parts = importlib.import_module(f"{package.__name__}.shared.hf.parts.four_bit_experts")
+    experts = next(iter(experts_of(package.four_bits(sparse(kind))).values()))
+    for name in NAMES:
+        weight, coded = getattr(experts, name), parts.weight_or_codes(experts, name)
+        assert coded.in_parts == (kind == "mxfp4") and coded.shape == weight.shape and torch.equal(coded.make(2, slice(None)), weight)
+        for dim in (1, 2):
+            last = slice(weight.shape[dim] - 32, weight.shape[dim])
+            found, expected = coded.make(dim, last), weight.narrow(dim, last.start, 32)
+            assert torch.equal(found, expected) and torch.equal(coded.transpose(1, 2).make(3 - dim, last), expected.transpose(1, 2))
+
+
 WRITES = (
     lambda experts: experts.down_proj.data.copy_(experts.down_proj),
     lambda experts: experts.down_proj[:2].zero_(),

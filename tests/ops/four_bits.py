@@ -163,7 +163,7 @@ def coded_weights(ops, leaves, gpt_oss):
             return found.transpose(1, 2) if gpt_oss else found
 
         coded[name] = module.CodedExperts(make, weight.shape, weight.dtype, weight.device, True)
-        leaves[name] = leaf(module.dense(coded[name])).requires_grad_(False)
+        leaves[name] = leaf(make(2, slice(None))).requires_grad_(False)
         turned = coded[name].transpose(1, 2)
         assert turned.shape == module.dense(turned).shape, "the shape of a weight the other way"
     return leaves, coded
