@@ -49,7 +49,7 @@ SMALL = {"gemma_4": "gemma_4_tiny", "mixtral": "mixtral_tiny", "glm": "glm_4.5_t
 
 
 class Compared(Results):
-    """Results in which a provider whose losses are others than transformers' has an error in the place of its times."""
+    """Results in which a provider whose losses are others than transformers' has an error instead of times."""
 
     def rows(self) -> list[Row]:
         for (provider, tokens), found in list(self.steps.items()):

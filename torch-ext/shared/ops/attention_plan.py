@@ -138,6 +138,29 @@ class AttentionPlan:
         return cls._from_starts(new.flatten(), real.flatten(), causal, window)
 
     @classmethod
+    def with_padding_that_sees(cls, padding_mask: torch.Tensor, window: Optional[int] = None) -> "AttentionPlan":
+        """A causal plan for padding_mask as in `from_padding_mask`, in which padding behind a row's tokens sees these, as in transformers'
+        masks. No token sees padding. Made in PyTorch's operations."""
+        real, (batch, length) = padding_mask != 0, padding_mask.shape
+        tokens, device = batch * length, padding_mask.device
+        padded = -(-tokens // BLOCK) * BLOCK
+        t = torch.arange(padded, device=device)
+        left = tokens if window is None else min(window - 1, tokens)
+        some, start, behind = real.any(1), real.int().argmax(1), length - real.flip(1).int().argmax(1)
+        rows = torch.arange(0, tokens, length, device=device)
+        of_row = torch.stack((rows + start, torch.where(some, rows + behind, 0), rows + length))[:, (t // length).clamp(max=batch - 1)]
+        seen = torch.nn.functional.pad(real.flatten(), (0, padded - tokens))
+        queries = torch.maximum(of_row[0], t - left), torch.minimum(of_row[1], t + 1)
+        keys = t, torch.minimum(of_row[2], t + left + 1)
+        sees = (queries[0] < queries[1]) & (t < tokens)
+        inside = torch.stack((sees, sees, seen, seen))
+        plan = cls.__new__(cls)
+        plan.tokens, plan.causal, plan.window = tokens, True, window
+        plan.limits = torch.where(inside, torch.stack((*queries, *keys)), 0).to(torch.int32)
+        plan.walks = torch.cat([_walks_reference(*queries, sees), _walks_reference(*keys, seen)]).to(torch.int32)
+        return plan
+
+    @classmethod
     def _from_numbers(cls, name: str, numbers, step: int, padding_mask, causal: bool, window: Optional[int]) -> "AttentionPlan":
         """name: of the argument. numbers: [batch, tokens]; a document starts with each row, and wherever one is not the one before it plus
         `step`."""

@@ -7,6 +7,8 @@ SDPA, or to the model's own eager attention where there are sinks, with the mask
 import torch
 
 from ...ops.attention import attention, takes_dtype, takes_heads
+from ...ops.attention_products import Reach, attention_by_products, wants_products
+from ...ops.autocast import as_autocast, without_autocast
 from ...ops.common import autocasts
 from ...runtime.device import kernels_run_on
 from ..parts.modules import beside_class
@@ -59,19 +61,38 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         return attend_in_whole_rows(visible, module, query, key, value, scaling, dropout, s_aux, kwargs, said)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
+    softcap = kwargs.get("softcap")  # which SDPA does not have, whatever the mask is
     if usable and _takes(query, key, value, s_aux, dropout, kwargs):
         cu_seqlens, position_ids = documents_of(visible, kwargs, s_aux)
-        softcap = kwargs.get("softcap")  # which SDPA does not have, whatever the mask is
         if s_aux is not None or softcap is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
                 key, value = key[:, :, :tokens], value[:, :, :tokens]
             plan = visible.plan(query.device, cu_seqlens, position_ids)
             options = {"sinks": s_aux, "scale": scaling, "softcap": softcap}
             return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, **options), None
+    elif usable and s_aux is None and softcap is None and key.shape[2] == tokens and _multiplies(query, key, value, dropout, kwargs):
+        return _by_products(visible, query, key, value, scaling, kwargs), None
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
 
 
 Visible.attend = staticmethod(attention_forward)
+
+
+def _multiplies(q, k, v, dropout, kwargs) -> bool:
+    """True where no kernel computes attention, and matrix products do it faster than SDPA."""
+    return not torch.compiler.is_compiling() and wants_products(q) and _says(q, k, v, None, dropout, kwargs)
+
+
+def _by_products(visible, query, key, value, scaling, kwargs):
+    """Attention of `attention_by_products`: [batch, tokens, heads, head_dim]."""
+    cu_seqlens, position_ids = documents_of(visible, kwargs, None)
+    alone = visible.is_plain() and cu_seqlens is None and position_ids is None
+    plan, reach = visible.plan(query.device, cu_seqlens, position_ids), Reach(query.shape[0], alone)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if autocasts(query.device):
+        q, k, v = as_autocast(query.device, q, k, v)
+    with without_autocast(query.device):
+        return attention_by_products(q, k, v, plan, reach, scaling).unflatten(0, (query.shape[0], -1))
 
 
 def documents_of(visible, kwargs, sinks):

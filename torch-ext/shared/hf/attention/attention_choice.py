@@ -17,7 +17,6 @@ import torch
 
 from ...ops.attention import takes_heads
 from ...runtime.device import kernels_run_on
-from ..family.ownership import all_are_seen, hands_on, is_wrapper
 from ..parts.binding import remember
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
@@ -39,6 +38,7 @@ from .defaults import (
 )
 from .exchange import why_left, why_spread
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
+from .told import said_of, untold
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 TRL_TRAINERS = "trl.trainer."
@@ -59,11 +59,12 @@ def _interfaces():
     return [(getattr(sys.modules[module], name), ours) for name, module, ours in found if module in sys.modules]
 
 
-def register_attention(*decoders: Any) -> None:
+def register_attention(*decoders: Any, causal: bool = True) -> None:
     """Makes attn_implementation="bastile" a choice for every model of transformers. decoders: classes of models without a head that a
-    package knows; their masks are causal, so torch.compile needs not look into them."""
+    package knows. causal: whether their masks are, so that torch.compile needs not look into them."""
     _decoders.update(decoders)
-    TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
+    if causal:
+        TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
     MAKERS.update((decoder.config_class, mask_makers(decoder)) for decoder in decoders)
     EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
     for interface, ours in _interfaces():
@@ -80,7 +81,10 @@ def unregister_attention(modules: Iterable = ()) -> None:
 
 
 def head_dim_of(config) -> Optional[int]:
-    """The size of a head by a model's configuration, None where it says nothing of heads."""
+    """The size of a head by a model's configuration, None where it says nothing of heads. Where layers differ, that of those which the
+    configuration makes no exception for: attention asks about each again."""
+    if look_up(config, "__dict__").get("_heterogeneity_spec") is not None:
+        return look_up(config, "__dict__").get("head_dim")
     found, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", 0)
     return config.hidden_size // heads if found is None and heads else found
 
@@ -90,13 +94,19 @@ def _has_kernels(config) -> bool:
     return takes_heads(head_dim_of(config), capped=caps_scores(config))
 
 
+def lies_where_kernels_run(module) -> bool:
+    """Tells whether a module has its weights on a GPU whose kernels run."""
+    weight = weight_within(module)
+    return weight is not None and not weight.is_meta and kernels_run_on(torch.empty(0, device=weight.device))
+
+
 def why_no_kernel(module) -> Optional[Reason]:
     """Why a decoder's attention is never ours on a GPU whose kernels run, None where it may be; None for every other module."""
     if type(module) not in _decoders:
         return None
-    config, weight = module.config, weight_within(module)
-    if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
+    if not lies_where_kernels_run(module):
         return None
+    config = module.config
     kept = name_that_is_kept(module) or vars(module).get(WITHOUT)
     replaced = None if kept else why_left(config)
     if replaced is not None:
@@ -118,12 +128,12 @@ def runs_between_exchanges(module) -> bool:
 class _State:
     """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
     that transformers chooses; on: whether ours takes its place; off: whether it takes the place of ours, which was asked for by name;
-    layers: of the decoder when all of it was told."""
+    layers: of the decoder when all of it was told; read: whether the decoder has no row, and what it returns for padding may be read."""
 
-    __slots__ = ("config", "decoder", "default", "layers", "off", "on")
+    __slots__ = ("config", "decoder", "default", "layers", "off", "on", "read")
 
     def __init__(self, config, decoder):
-        self.config, self.decoder, self.on, self.off, self.layers = config, weakref.ref(decoder), False, False, 0
+        self.config, self.decoder, self.on, self.off, self.layers, self.read = config, weakref.ref(decoder), False, False, 0, False
         self.default = "sdpa" if decoder._supports_sdpa else "eager"
 
 
@@ -260,12 +270,10 @@ def choose_attention(model) -> None:
     if asked or not (spread or are_defaults_own(state.config)):
         state.on = False
     elif not state.on:
-        weight = weight_within(model)
-        fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
-        state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
+        state.on = _has_kernels(state.config) and lies_where_kernels_run(model)
     why_not = ""
     if state.on or named == ATTENTION:
-        why_not = spread or _said_of(_untold(model, state))
+        why_not = spread or said_of(untold(model, state))
     if why_not and is_around_ours(state.config):
         raise ValueError(f"DeepSpeed's Ulysses is around attn_implementation={ATTENTION!r}, which this model cannot have: {why_not}")
     if why_not and named == ATTENTION and not state.off:
@@ -282,66 +290,6 @@ def name_that_is_kept(model) -> str:
     return "" if name == ATTENTION else str(name)
 
 
-def _untold(model, state: _State) -> Any:
-    """Gives every attention layer of a decoder the configuration that announces our implementation.
-
-    Returns the first module that cannot have it, or None if all do. A module cannot if other code reads the arguments of its calls, since
-    that code expects transformers' masks, or if it asks for another implementation.
-    """
-    ours, layers = vars(model)["config"], getattr(model, "layers", ())
-    if state.layers != len(layers):
-        state.layers = len(layers)
-        for module in model.modules():
-            if vars(module).get("config") is state.config:
-                vars(module)["config"] = ours
-    for layer in layers:
-        attention = layer.__dict__["_modules"].get("self_attn")
-        if attention is not None and attention.__dict__.get("config") is ours and hands_on(layer) and hands_on(attention):
-            continue  # nearly always
-        untold = _untold_in(layer, ours, state)
-        if untold is not None:
-            return untold
-    return None if len(layers) and not all_are_seen() else model
-
-
-def _untold_in(part, ours, state: _State) -> Any:
-    """Does what `_untold` does for one part: a layer, its attention, or a library's wrapper around either."""
-    if not hands_on(part):
-        return part
-    described = part.__dict__
-    attention = described["_modules"].get("self_attn")
-    if attention is not None:
-        return _untold_in(attention, ours, state)
-    held = described.get("config")
-    if held is ours:
-        return None
-    if is_wrapper(part):
-        found = (_untold_in(each, ours, state) for each in _wrapped_by(part))
-        return next((each for each in found if each is not None), None)
-    if held is None:  # a layer that mixes its tokens otherwise, and is handed no such mask
-        return None
-    if not isinstance(held, type(state.config)) or held.__dict__.get(STORED) not in (state.default, ATTENTION):
-        return part
-    described["config"] = ours  # of a layer or an attention that was copied or exchanged
-    return None
-
-
-def _wrapped_by(wrapper):
-    """The modules in a library's wrapper: PEFT's has the original and a copy for each adapter."""
-    for part in wrapper.__dict__["_modules"].values():
-        yield from part.values() if isinstance(part, torch.nn.ModuleDict) else (part,)
-
-
-def _said_of(untold) -> str:
-    """Says why a module was not told; "" for None."""
-    if untold is None:
-        return ""
-    name = type(untold).__name__
-    if hands_on(untold):
-        return f"{name} asks for another implementation"
-    return f"{name} is not transformers' own, or has hooks that see its arguments, and may need masks of transformers'"
-
-
 def _why_not_told(model) -> Optional[Reason]:
     """Why a decoder that may have our attention does not get it, None where it does or was told to have another one."""
     state, described = getattr(vars(model)["config"], CHOICE, None), vars(model)
@@ -350,7 +298,7 @@ def _why_not_told(model) -> Optional[Reason]:
     named = vars(state.config).get(STORED)
     if named != ATTENTION and (NAMED in described or described.get(WITHOUT) or named != state.default):
         return None
-    said = _said_of(_untold(model, state))
+    said = said_of(untold(model, state))
     return Reason("model", said) if said else None
 
 

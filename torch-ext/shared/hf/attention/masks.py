@@ -76,6 +76,12 @@ def padding_of(mask: torch.Tensor) -> int:
     return int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
 
 
+def lets_padding_see(config) -> bool:
+    """Tells whether a configuration is one of a decoder without a row that uses our attention without having asked for it by name: what it
+    returns for padding may be read."""
+    return is_chosen(config) and getattr(config, CHOICE).read
+
+
 def is_chosen(config) -> bool:
     """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
     state = getattr(config, CHOICE, None)
@@ -89,6 +95,7 @@ class Visible:
     token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says. documents: of
     `documents_in`, which the rule and the mask function say nothing of; None for none. said: the rule, also where a plan of these rows
     alone cannot say it; exchange: of `exchange_of`; whole: the position_ids of this process and the plan of whole rows, once it is made.
+    seeing: whether padding behind a row's tokens sees these.
     """
 
     attend: Callable[..., Any]  # the attention function of this package (attention.py)
@@ -100,8 +107,10 @@ class Visible:
         padding: Optional[torch.Tensor],
         positions: bool = False,
         documents: Optional[torch.Tensor] = None,
+        seeing: bool = False,
     ):
         self.arguments, self.rule, self.padding, self.positions, self.documents = arguments, rule, padding, positions, documents
+        self.seeing = seeing
         self.said, self.exchange = rule, exchange_of(arguments.get("config"))
         self.whole: Optional[Tuple[torch.Tensor, Optional[AttentionPlan]]] = None
         self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
@@ -147,6 +156,8 @@ class Visible:
         if packed is not None:
             padding = None if self.padding is None else self.padding.to(device)
             return AttentionPlan.from_document_ids(packed.to(device), padding, window=window)
+        if self.padding is not None and self.seeing:
+            return AttentionPlan.with_padding_that_sees(self.padding.to(device), window=window)
         if self.padding is not None:
             return AttentionPlan.from_padding_mask(self.padding.to(device), window=window)
         if position_ids is not None:
@@ -191,7 +202,7 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         return _visible_to_a_tracer(arguments)
     if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
         arguments["q_offset"] = q_offset.clone()
-    rule = padding = None
+    rule, padding, sees = None, None, False
     if not kwargs.get("use_vmap") and kv_length >= q_length and q_offset == 0 and kv_offset == 0:
         rule = rule_of(arguments["mask_function"])
     said = rule
@@ -201,9 +212,10 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         # Padding after a row's tokens sees them in transformers, and would see nothing here. Padding in front of them sees nothing, which
         # gives zeros, but the mean of all values in eager attention, the one for capped scores.
         seeing = kind == BESIDE or (kind == BEFORE and caps_scores(config))
-        unknown = kind == BETWEEN or (seeing and is_chosen(config))
+        sees = kind == BESIDE and lets_padding_see(config) and rule.packed is None and not caps_scores(config)
+        unknown = kind == BETWEEN or (seeing and is_chosen(config) and not sees)
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
-    visible = Visible(arguments, rule, padding)
+    visible = Visible(arguments, rule, padding, seeing=sees)
     visible.said = said
     return visible
 

@@ -3,19 +3,22 @@ they become. A package's layers.py names them, because the Hub finds layers ther
 layer is made once: a forward under several names is one function."""
 
 import functools
-from typing import Any, Callable, Dict, Iterable, Optional, Type
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple, Type
+
+import torch
 
 from ...decoder.spec import Norm
 from ..family.arguments import forward_of
 from ..family.experts import experts_forward
 from ..family.families import Family, Vision
 from ..family.forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
+from ..family.probes import flags_of
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import FusedLayer, decoder_layer_forward
 from ..model.causal_lm import causal_lm_forward
 from ..model.decoder_model import given_tokens, model_forward
 from ..model.vision import causal_lm_with_vision
-from ..parts.modules import Layer, rotary_forward
+from ..parts.modules import Layer, original_forward, rotary_forward
 
 
 def _layer(name: str, forward: Callable[..., Any]) -> Type[Layer]:
@@ -41,6 +44,17 @@ def _rms_norm(norm: Norm, argument: str) -> Type[Layer]:
             return norm_forward(norm, self, hidden_states)
 
     return _layer("RMSNorm", forward)
+
+
+def norm_while(norm: Norm, flags: Tuple[Tuple[str, bool], ...]) -> Callable[..., Any]:
+    """The forward of a norm that was read with these flags. With other ones its own runs. norm: without the epsilon."""
+
+    def forward(self, hidden_states):
+        if not torch.compiler.is_compiling() and tuple(flags_of(self).items()) != flags:
+            return original_forward(self)(self, hidden_states)
+        return norm_forward(norm, self, hidden_states)
+
+    return _layer("RMSNorm", forward).forward  # type: ignore[attr-defined]
 
 
 def any_norm_of(rows: Iterable[FusedLayer]) -> Type[Layer]:

@@ -6,7 +6,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ..attention.attention_choice import WITHOUT, watch_attention
+from ..attention.attention_choice import WITHOUT, register_attention, watch_attention
 from ..capture import capture as graphs
 from ..family import ownership
 from ..family.families import LOSS, Families, Targets, argument_of, names_of
@@ -17,6 +17,7 @@ from ..layer.offload import switch as switch_offload
 from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
 from ..model import trl
 from ..model.causal_lm import SHAPE
+from ..model.decoder_model import choosing_forward
 from ..model.losses import put_losses_on, read_losses
 from ..model.padding import KEEPS
 from ..parts.binding import remember
@@ -25,7 +26,7 @@ from ..parts.hub import TRANSFORMERS_EXPECTED
 from ..parts.modules import SAVED, is_marked, is_transformers_own, without_decorators
 from ..say import explain as explanation
 from . import patching
-from .recognised import Recognised, decoders_in, read_of
+from .recognised import Recognised, decoders_in, put_norms, read_of, why_attention_stays
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 
@@ -186,6 +187,7 @@ def kernelize(
     switch_offload(offloads)
     kept = [layer for found in read for layer in shapes.put_on_layers(found, told)]
     ownership.warn_of_others(kept, stacklevel=3)
+    _tell_read_decoders(families, model, attention)
     for each, _ in pairs:
         for operation, modules in each.modules.items():
             forward = ownership.claim(each.forwards[operation], families)
@@ -215,6 +217,20 @@ def _tell_decoders(chosen: _Chosen, model, attention):
             vars(module)[WITHOUT] = not attention
             if not attention:
                 ownership.unbind(module)
+
+
+def _tell_read_decoders(families: Families, model, attention):
+    """Gives decoders without a row our norms, and lets them choose our attention where all of their layers were read and their masks are
+    handed on."""
+    known = tuple(cls for targets in families if (cls := ownership.class_of(targets, targets.classes["attention"][0])) is not None)
+    for decoder in decoders_in(model):
+        put_norms(decoder)
+        if isinstance(decoder, known) or ownership.other_owner(decoder) or why_attention_stays(decoder) is not None:
+            continue
+        register_attention(type(decoder), causal=False)
+        ownership.bind(decoder, choosing_forward(decoder))
+        watch_attention(decoder).read = True
+        vars(decoder)[WITHOUT] = not attention
 
 
 def _modules_of(families: Families, model, operation):

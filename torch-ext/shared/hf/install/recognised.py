@@ -3,7 +3,8 @@ own forwards there, and says what stopped it where it does not hold."""
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+import sys
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from ..capture.graphed_layers import WITHOUT_GRAPHS
 from ..family.arguments import forward_like
 from ..family.calls import kind_of
 from ..family.layer_reader import alike
-from ..family.ownership import describe, slot_of
+from ..family.mask_reader import FUNCTIONS, why_masks_stay
+from ..family.ownership import bind, describe, other_owner, slot_of
+from ..family.probes import flags_of
 from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
 from ..layer.checkpointing import checkpointed
@@ -23,6 +26,7 @@ from ..parts.facts import NotServed
 from ..parts.lookups import LAYER, SAVED
 from ..parts.modules import all_are_listened_to, for_class, original_forward
 from ..parts.weights import weight_within
+from . import layers as made
 from .small_copy import Small, check_on_copy, on_the_side, small_copy
 
 # What fused layers rely on beside the forwards that are read: their texts have to be those of tested releases.
@@ -142,6 +146,40 @@ def _forward_of(own: RecognisedLayer, layer: nn.Module) -> Callable:
         setattr(each, LAYER, each)
         setattr(each, READ, own)
     return forward
+
+
+def put_norms(decoder: Any) -> None:
+    """Gives the norms in parts of a decoder that are called forwards of ours: those of the class, and with the flags, of the norms of its
+    layers that were read."""
+    forwards: Dict[Any, Callable] = {}
+    for layer in decoder.layers:
+        own = read_of(layer)
+        if own is not None and own.norms and own.family.norm_argument == "hidden_states":
+            read = layer._modules[own.norms[0]]
+            key = type(read), tuple(flags_of(read).items())
+            forwards.setdefault(key, made.norm_while(own.norm(0.0), key[1]))
+            _put_norms(own.called_norms(layer), forwards)
+    _put_norms(decoder._modules.values(), forwards)
+
+
+def _put_norms(modules: Iterable[Any], forwards: Mapping[Any, Callable]) -> None:
+    for module in modules:
+        forward = module and forwards.get((type(module), tuple(flags_of(module).items())))
+        if forward is not None and list(module._parameters) == ["weight"] and not other_owner(module):
+            bind(module, forward)
+
+
+def why_attention_stays(decoder: Any) -> Optional[Reason]:
+    """Why a decoder without a row may not choose our attention, whose masks are no tensors; None where it may."""
+    cls, whose = type(decoder), [(layer, read_of(layer)) for layer in decoder.layers]
+    if any(own is None for _, own in whose):
+        return Reason("row", "attention has masks of transformers', since some layers are transformers' own")
+    modeling = sys.modules.get(cls.__module__)
+    if not getattr(decoder, "_supports_sdpa", False) or getattr(cls, "config_class", None) is None or not hasattr(modeling, FUNCTIONS):
+        return Reason("row", f"attention is its own: {cls.__name__} takes none of transformers' that another may stand for")
+    called = {type(layer._modules[own.family.attention]) for layer, own in whose if own is not None and own.calls_attention}
+    text = why_masks_stay(cls, called)
+    return None if text is None else Reason("row", f"attention has masks of transformers': {text}")
 
 
 def read_of(layer: nn.Module) -> Optional[RecognisedLayer]:

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 
 from torch import nn
 
+from ..attention.attention_choice import WITHOUT, lies_where_kernels_run
 from ..family.forwards import rotary_of, unless_replaced
 from ..family.known_texts import TEXTS
 from ..family.ownership import bind, copy_with, other_owner, slot_of
@@ -26,7 +27,7 @@ from ..parts.texts import globals_in, text_of
 from ..parts.weights import held
 from ..say.explain import explain, explain_losses
 from .layers import mlp_of, rms_norm_of
-from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise
+from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise, why_attention_stays
 from .small_copy import experts_in
 
 HALF = "rotate_half"
@@ -181,6 +182,10 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
             name: (said[0][0]._replace(text="; ".join(why.text for why, _ in said)), sum(count for _, count in said))
             for name, said in unread.items() if said
         }  # fmt: skip
+        for decoder in decoders:
+            why = why_attention_stays(decoder) if WITHOUT not in vars(decoder) and lies_where_kernels_run(decoder) else None
+            if why is not None and any(map(read_of, decoder.layers)):
+                left["attention"] = why, len(decoder.layers)
         stays = "batches keep their padding: what a decoder without a row does between its layers is not read"
         left["padding"] = Reason("padding", stays), len(read)
         return explain(model, read, [], left, losses)

@@ -50,7 +50,16 @@ class RecognisedLayer(FusedLayer):
             return rows
         experts = layer._modules[self.family.block]._modules.get("experts") if self.calls_mlp else None  # type: ignore[union-attr]
         more = [("experts", None)] if type(experts).__name__ in self.experts and is_marked(own_forward(experts)) else []
+        if any(is_marked(own_forward(norm)) for norm in self.called_norms(layer)):
+            more.append(("norms of called parts", None))
         return [(f"read: {type(layer).__name__}.forward", None), *rows, *more]
+
+    def called_norms(self, layer) -> List[nn.Module]:
+        """The norms in a layer's parts that are called as the modules that they are, of the class of the norms that are not."""
+        family, read = self.family, type(layer._modules[self.norms[0]]) if self.norms else None
+        whole = {*self.norms, *(name for name in (family.attention, family.block) if name not in family.called)}
+        parts = (part for name, part in layer._modules.items() if part is not None and name not in whole)
+        return [module for part in parts for module in part.modules() if type(module) is read]
 
     def reason_of_called(self, name: str) -> Reason:
         return Reason("called", self.called[name])

@@ -1,11 +1,14 @@
 """The forward of a model without a head: its attention is chosen, and masks of ours take the place of those that it would make."""
 
+import inspect
+from typing import Any, Callable
+
 import torch
 
 from ...ops.common import constant_when_traced
 from ...ops.embedding import traced_embedding
 from ...runtime.device import is_ordinary
-from ..attention.attention_choice import choose_attention
+from ..attention.attention_choice import choose_attention, leave_attention
 from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of, exchanges
 from ..attention.exchange import warn_of_graphs
 from ..attention.masks import (
@@ -19,8 +22,10 @@ from ..attention.masks import (
     visible_rows,
 )
 from ..attention.row_documents import spans_in_bounds
-from ..family.arguments import CACHE
-from ..parts.modules import all_are_listened_to, is_marked, original_forward, own_forward
+from ..family.arguments import CACHE, forward_like
+from ..family.ownership import describe
+from ..parts.lookups import LAYER
+from ..parts.modules import all_are_listened_to, for_class, is_marked, original_forward, own_forward
 from ..parts.weights import is_torchs_embedding
 from ..parts.wrapped import inside
 from .padding import left_out_of_decoder, put_back
@@ -127,3 +132,21 @@ def model_forward(self, kwargs, told=True):
         kwargs, seen = left_out_of_decoder(self, kwargs)
     output = original_forward(self)(self, **_with_documents(self, kwargs, told))
     return output if seen is None else put_back(output, seen, given.shape[:2])
+
+
+def choosing_forward(decoder) -> Callable:
+    """A forward for a decoder without a row, whose masks are handed on (mask_reader.py): it chooses the attention, and is the decoder's own
+    otherwise."""
+    original: Any = original_forward(decoder)
+
+    def run(decoder, given):
+        if not torch.compiler.is_compiling():
+            # What it hands on says no documents of whole rows, which attention between exchanges needs.
+            (choose_attention if exchange_of(decoder.config) is None else leave_attention)(decoder)
+        return original(decoder, **given)
+
+    forward = forward_like(inspect.signature(original), run)
+    describe(forward, original)
+    for each in (forward, for_class(forward)):
+        setattr(each, LAYER, each)
+    return forward
