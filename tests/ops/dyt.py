@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.generated import generated
 from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
@@ -75,16 +76,14 @@ def check_parameter_sums(ops, device):
 
 
 MUTANTS = (
+    *generated("kernel_src/dyt.py", "whole", "dyt_backward dyt_forward gradients"),
+    *generated("kernel_src/dyt.py", "many", "dyt_parameter_sums"),
+    *generated("kernel_src/dyt.py", "small or long", "tanh"),
+    *generated("shared/ops/dyt.py", "whole", "DyTFunction.backward DyTFunction.forward"),
     ("kernel_src/dyt.py", "tanh", "size < 0.25", "size < 0.0", "small"),
-    ("kernel_src/dyt.py", "tanh", "-large, large", "large, large", "long"),
     ("kernel_src/dyt.py", "tanh", "4.0 * v * (1.0 - v)", "1.0 - t", "whole"),
     ("kernel_src/dyt.py", "dyt_forward", "ct.minimum(block * ROWS + i, x.shape[0] - 1)", "block * ROWS + i", "whole"),
-    ("kernel_src/dyt.py", "dyt_forward", "t * scale + shift", "t * scale", "whole"),
-    ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
-    ("kernel_src/dyt.py", "gradients", "a * dz,", "dz,", "whole"),
-    ("kernel_src/dyt.py", "dyt_backward", "whole - 1 - i", "whole - 1", "steps"),
     ("kernel_src/dyt.py", "dyt_backward", "whole * ROWS + group", "group", "whole"),
-    ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
     ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)",
      "whole"),
     ("shared/ops/dyt.py", "DyTFunction.backward", "dgamma if need[2]", "dbeta if need[2]", "whole"),

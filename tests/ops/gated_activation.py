@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
@@ -77,16 +78,15 @@ MULTIPLIERS = (0.7, 1.3)
 KERNEL, OPERATION = "kernel_src/gated_activation.py", "shared/ops/gated_activation.py"
 # (file, function, what stands there, what is planted, the check that must notice)
 MUTANTS = (
+    *generated(KERNEL, "tanh or erf", "act"),
+    *generated(KERNEL, "multipliers", "backward forward"),
+    *generated(KERNEL, "odd", "place"),
+    *generated(OPERATION, "tanh", "_GatedActivation.forward"),
+    *generated(OPERATION, "tanh in PyTorch or erf or multipliers", "backward_reference", kernels=False),
     (KERNEL, "act", "3.0 * cubic", "2.0 * cubic", "tanh"),
-    (KERNEL, "act", "value * (1.0 - s) * slope", "value * (1.0 - s)", "tanh"),
-    (KERNEL, "act", "C5 + x * C6", "C5 - x * C6", "erf"),
     (KERNEL, "act", "7.0 * C3", "6.0 * C3", "erf"),
     (KERNEL, "act", "ct.minimum(a * a, CLAMP)", "a * a", "extremes"),
     (KERNEL, "act", "ct.minimum(a * a, ERF_CLAMP)", "a * a", "extremes"),
-    (KERNEL, "forward", "gate * gate_multiplier", "gate", "multipliers"),
-    (KERNEL, "forward", "up * down_multiplier", "up", "multipliers"),
-    (KERNEL, "backward", "dout * down_multiplier", "dout", "multipliers"),
-    (KERNEL, "backward", "slope * gate_multiplier", "slope", "multipliers"),
     (KERNEL, "place", "block % pieces * TILE", "0 * TILE", "odd"),
     (KERNEL, "place", "block // pieces", "0", "packed"),
     (KERNEL, "gated_activation_backward", "write_rows(dup, at, du, EXACT)", "write_rows(dup, at, dg, EXACT)", "tanh"),
@@ -94,7 +94,6 @@ MUTANTS = (
      "multipliers"),
     (OPERATION, "_packed_backward", "zip((dgate, dup)", "zip((dup, dgate)", "packed in PyTorch", False),
     (OPERATION, "backward_reference", "3 * cubic", "2 * cubic", "tanh in PyTorch", False),
-    (OPERATION, "_GatedActivation.forward", "ctx.save_for_backward(gate, up)", "ctx.save_for_backward(up, gate)", "tanh"),
     (OPERATION, "_GatedActivation.backward", "backward(dout, ", "backward(-dout, ", "tanh"),
     (OPERATION, "_PackedGatedActivation.forward", "ctx.save_for_backward(gate_up)", "ctx.save_for_backward(-gate_up)", "packed"),
     (OPERATION, "_PackedGatedActivation.backward", "packed_backward(dout, ", "packed_backward(-dout, ", "packed"),

@@ -55,6 +55,8 @@ def errors_at(node: ast.AST) -> tuple[list, tuple | None, list]:
     match node:
         case ast.BinOp(left, ast.Add() | ast.Mult(), right):
             return [left, right], (left, node.op, right), []
+        case ast.BinOp(left, ast.BitAnd() | ast.BitOr(), right):
+            return [left, right], None, []
         case ast.BinOp(left, ast.Sub() | ast.Div(), right):
             return [left], (left, node.op, right), []
         case ast.UnaryOp(ast.USub() | ast.Not(), operand) if not isinstance(operand, ast.Constant):

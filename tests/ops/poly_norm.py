@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.generated import generated
 from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
@@ -66,27 +67,24 @@ def check_empty(ops, device):
 
 
 MUTANTS = (
+    *generated("kernel_src/poly_norm.py", "odd", "gradient polynomial"),
+    *generated("kernel_src/poly_norm.py", "walk", "poly_norm_backward"),
+    *generated("kernel_src/poly_norm.py", "whole", "poly_norm_forward sums_with_powers"),
+    *generated("kernel_src/poly_norm.py", "odd or long", "poly_norm_long_backward"),
+    *generated("kernel_src/poly_norm.py", "long", "poly_norm_long_forward"),
+    *generated("shared/ops/poly_norm.py", "whole", "PolyNormFunction.forward"),
     ("kernel_src/poly_norm.py", "polynomial", "w1 * r2", "w1 * r3", "odd"),
-    ("kernel_src/poly_norm.py", "gradient", "2.0 * w1", "w1", "odd"),
-    ("kernel_src/poly_norm.py", "poly_norm_forward", "ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "whole"),
-    ("kernel_src/poly_norm.py", "sums_with_powers", "d2 * x", "d2", "whole"),
-    ("kernel_src/poly_norm.py", "gradient", "c2 * k2 * m2", "c2 * m2", "whole"),
-    ("kernel_src/poly_norm.py", "poly_norm_backward", "dbias + s0", "s0", "walk"),
-    ("kernel_src/poly_norm.py", "poly_norm_backward", "x.shape[0] - 1 - i", "x.shape[0] - 1", "walk"),
-    ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
-    ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
-    ("kernel_src/poly_norm.py", "poly_norm_long_backward", "x.shape[0] - 1 - walked", "x.shape[0] - 1", "odd"),
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
     ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)",
      "ctx.save_for_backward(-x, weight, rstd)", "whole"),
     ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "dweight if need_weight", "dweight.flip(0) if need_weight", "whole"),
 )
 CHECKS = of_suite({
-    "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112)),
+    "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112), eps=0.5),
     "walk": lambda ops: check_poly_norm(ops, "cpu", BF16, (13, 2112)),
     "mixed": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 2112), parameter_dtype=FP32),
-    "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160)),
-    "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77)),
+    "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160), eps=0.5),
+    "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77), eps=0.5),
 })
 
 

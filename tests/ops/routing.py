@@ -5,6 +5,7 @@ import importlib
 import torch
 
 from tests.ops.common import errors_in, on_cpu
+from tests.ops.generated import generated
 
 
 def chosen(pairs, experts, absent=0.2, seed=0):
@@ -93,43 +94,20 @@ CHECKS = {
     "blocks_many": on_cpu(check_row_blocks, [(7 * i) % 90 for i in range(130)], 32),
 }
 MUTANTS = [
+    *generated("kernel_src/routing.py", "blocks", "expert_blocks"),
+    *generated("kernel_src/routing.py", "route", "expert_order goes_to"),
+    *generated("kernel_src/routing.py", "route_many", "expert_sums"),
+    *generated("shared/ops/routing.py", "blocks", "row_blocks_reference", kernels=False),
     *errors_in("kernel_src/routing.py", "route", "goes_to",
          (" & (numbers < experts)", ""),
-         ("chunk * PAIRS + ", ""),
          ("padding_value=-1", "padding_value=0")),
     *errors_in("kernel_src/routing.py", "route", "expert_counts", ("(chunk, ct.arange", "(0, ct.arange")),
-    *errors_in("kernel_src/routing.py", "route_many", "expert_sums",
-         ("total = total + ct.sum", "total = ct.sum"),
-         ("total[None, :] + ct.cumsum(here, axis=0) - here", "total[None, :] + ct.cumsum(here, axis=0)"),
-         ("total[None, :] + ", ""),
-         ("i * CHUNKS + ", ""),
-         ("ct.bid(0) * COLS + ", "")),
-    *errors_in("kernel_src/routing.py", "route", "expert_order",
-         ("places[:, None] > places[None, :]", "places[:, None] >= places[None, :]"),
-         ("end - total + earlier", "end + earlier"),
-         ("(end - total + earlier)", "(end - total)"),
-         ("behind + ct.cumsum(absent) - absent", "behind + ct.cumsum(absent)"),
-         ("ct.sum(total) + chunk", "chunk"),
-         (" - ct.sum(earlier)", ""),
-         ("ct.where(absent == 0, row, pairs)", "row"),
-         ("pair = chunk * PAIRS + places", "pair = places")),
-    *errors_in("kernel_src/routing.py", "blocks", "expert_blocks",
-         ("+ (height - 1)", ""),
-         ("numbers - 1, check", "numbers, check"),
-         ("stop[None, :] <= number[:, None]", "stop[None, :] < number[:, None]"),
-         ("(stop - count) * height", "stop * height"),
-         (", experts - 1)", ", experts)"),
-         ("ct.bid(0) * NUMBERS + ", "", "blocks_many"),
-         ("number * height + ", "")),
     *errors_in("shared/ops/routing.py", "route", "route", ("-(-rows // sorting.pairs)", "rows // sorting.pairs")),
     *errors_in("shared/ops/routing.py", "route", "route_reference",
          ("position[order] =", "position[:] ="),
          ("right=True", "right=False"),
          ("flat < experts, position", "flat <= experts, position"),
          ("stable=True", "stable=True, descending=True"), kernels=False),
-    *errors_in("shared/ops/routing.py", "blocks", "row_blocks_reference",
-         ("(stops - count) * height", "stops * height"),
-         ("+ (height - 1)", ""), kernels=False),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from torch.nn.functional import linear, silu
 
 from tests.ops.common import FP32, alone, errors_in, exact, leaf, on_cpu, randn
 from tests.ops.decoder_nodes import check_norm_mlp, lay_side_by_side
+from tests.ops.generated import generated
 from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
@@ -62,19 +63,20 @@ CHECKS = {
     "mlp_packed": on_cpu(check_mlp, FP32, 33, 64, 512, packed=True),
 }
 MUTANTS = [
-    *errors_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
+    *generated("kernel_src/swiglu.py", "swiglu", "backward forward sigmoid"),
+    *generated("kernel_src/swiglu.py", "norm_mlp_rows", "piece"),
+    *generated("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward swiglu_any_forward"),
+    *generated("kernel_src/swiglu.py", "mlp_odd", "swiglu_any_backward_recompute"),
+    *generated("shared/ops/swiglu.py", "mlp", "_MLP.forward"),
+    *generated("shared/ops/swiglu.py", "swiglu", "_SwiGLU.forward"),
+    *generated("shared/ops/swiglu.py", "mlp_apart", "backward_in_place"),
+    *generated("shared/ops/swiglu.py", "swiglu", "swiglu_backward_reference", kernels=False),
+    *errors_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "-a")),
     *errors_in("kernel_src/swiglu.py", "swiglu", "piece",
          ("block // pieces", "0"),
-         ("* TILE +", "+", "norm_mlp_rows"),
          ("% pieces", "% (pieces + 1)", "norm_mlp_rows"),
          ("block % pieces * TILE", "0", "norm_mlp_rows")),
-    *errors_in("kernel_src/swiglu.py", "swiglu", "forward",
-         ("gate * sigmoid(gate)", "sigmoid(gate)"),
-         (" * up, dtype", ", dtype")),
     *errors_in("kernel_src/swiglu.py", "swiglu", "backward",
-         ("1.0 - s", "1.0 + s"),
-         ("s + silu", "s - silu"),
-         ("dout * up", "dout"),
          ("dout * silu, silu", "dout * s, silu")),
     *errors_in("kernel_src/swiglu.py", "swiglu", "swiglu_backward",
          ("dg, du, _", "du, dg, _"),
@@ -82,17 +84,12 @@ MUTANTS = [
     *errors_in("kernel_src/swiglu.py", "mlp", "swiglu_backward_recompute", ("forward(g, u", "forward(u, g")),
     *errors_in("kernel_src/swiglu.py", "mlp_odd", "swiglu_any_backward_recompute", ("forward(g, u", "forward(u, g")),
     *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_forward",
-         ("ct.bid(0) * TILE +", ""),
          ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
     *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward",
                ("read_padded(gate, o), read_padded(up, o)", "read_padded(up, o), read_padded(gate, o)")),
-    *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
     *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
-    *errors_in("shared/ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
     *errors_in("shared/ops/swiglu.py", "mlp", "_MLP.forward",
-         ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate"),
          ("save_for_backward(x,", "save_for_backward(2 * x,"),
-         ("up, gate_weight, up_weight, down_weight)", "up, up_weight, gate_weight, down_weight)"),
          ("up, gate_weight, up_weight, down_weight)", "up, gate_weight, up_weight, 2 * down_weight)")),
     *errors_in("shared/ops/swiglu.py", "mlp_alone", "mlp_backward",
          ("torch.mm(dy.t(), swiglu_forward(gate, up))", "torch.mm(dy.t(), swiglu_forward(up, gate))"),
