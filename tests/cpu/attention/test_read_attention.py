@@ -9,7 +9,9 @@ import torch
 from tests.any_model import VOCABULARY
 from tests.attention_batches import module_of
 from tests.models import Step
-from tests.tolerances import relative_error
+from tests.ops.attention import exact_attention
+from tests.ops.common import runtime_of
+from tests.tolerances import assert_close, relative_error
 from tools.family_loss import names_of
 
 WINDOW, WIDE = 5, 32  # the window of the sliding layers, and the heads of the full ones
@@ -227,3 +229,23 @@ def test_the_plan_of_padding_that_sees(decoders):
         same = decoders.AttentionPlan.with_padding_that_sees(whole, window)
         other = decoders.AttentionPlan.from_padding_mask(whole, window=window)
         assert torch.equal(same.limits, other.limits) and torch.equal(same.walks, other.walks)
+
+
+@pytest.mark.parametrize("window", (None, 20))
+def test_the_kernels_walk_the_plan_of_padding_that_sees(interpreted_qwen3, window):
+    """Forward and backward, as float64 does with the same mask; rows of more than a block, padding on either side."""
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[0, 70:], mask[1, :9], mask[1, 90:] = 0, 0, 0
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(200, n, 64, generator=generator).to(torch.bfloat16) for n in (2, 1, 1, 2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    t = torch.arange(200)
+    seen = (t[:, None] // 100 == t // 100) & (t <= t[:, None]) & mask.flatten().bool() & (t[:, None] - t < (window or 200))
+    plan = interpreted_qwen3.AttentionPlan.with_padding_that_sees(mask, window)
+    out = interpreted_qwen3.attention(*leaves, plan)
+    wanted, _ = exact_attention(*exact, seen, 0.125)
+    found, expected = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(wanted, exact, dout.double())
+    for name, mine, other in zip(("out", "dq", "dk", "dv"), (out, *found), (wanted, *expected), strict=True):
+        assert_close(mine, other.detach(), torch.bfloat16, name)
+    assert any("attention_backward_dkv" in name for name in runtime_of(interpreted_qwen3).launch.backend.launched)

@@ -224,8 +224,10 @@ def _tell_read_decoders(families: Families, model, attention):
     handed on."""
     known = tuple(cls for targets in families if (cls := ownership.class_of(targets, targets.classes["attention"][0])) is not None)
     for decoder in decoders_in(model):
+        if isinstance(decoder, known):
+            continue
         put_norms(decoder)
-        if isinstance(decoder, known) or ownership.other_owner(decoder) or why_attention_stays(decoder) is not None:
+        if ownership.other_owner(decoder) or why_attention_stays(decoder) is not None:
             continue
         register_attention(type(decoder), causal=False)
         ownership.bind(decoder, choosing_forward(decoder))
