@@ -51,13 +51,14 @@ def operation(rows: list[Row], kernel: str, mode: str, x: int | str, model: str 
     return _times_faster(by_provider(select(rows, kernel_name=kernel, model=model, **wanted)))
 
 
-def less_memory(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", model: str = QWEN3.model) -> Said:
-    """Return how much less memory a training step takes with Bastile, or one of its forms, than with the leanest peer, in percent."""
-    _, memory = parts_of(select(_steps(rows, kernel, model), x_value=str(tokens)))
-    mine, peer = memory.get(ours), leanest(memory)
+def memory(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", model: str = QWEN3.model) -> Said:
+    """Return how much less or more memory a training step takes with Bastile, or one of its forms, than with the leanest peer: "5% less"."""
+    _, taken = parts_of(select(_steps(rows, kernel, model), x_value=str(tokens)))
+    mine, peer = taken.get(ours), leanest(taken)
     if not (mine and peer and mine.y_value_50 and peer.y_value_50):
         return Said("")
-    return Said(f"{1 - mine.y_value_50 / peer.y_value_50:.0%}", (peer, mine))
+    less = 1 - mine.y_value_50 / peer.y_value_50
+    return Said(f"{abs(less):.0%} {'less' if less >= 0 else 'more'}", (peer, mine))
 
 
 def longest(rows: list[Row], kernel: str, provider: str = "", model: str = QWEN3.model) -> Said:
@@ -82,7 +83,7 @@ def numbers(rows: list[Row], apart: list[str]) -> dict[str, Callable[..., str]]:
             apart.append(f"{what} compares rows of several commits or hosts")
         return found.text
 
-    return {function.__name__: functools.partial(called, function) for function in (speed, operation, less_memory, longest)}
+    return {function.__name__: functools.partial(called, function) for function in (speed, operation, memory, longest)}
 
 
 def unsupported(text: str) -> list[str]:

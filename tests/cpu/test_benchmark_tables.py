@@ -315,7 +315,7 @@ def test_numbers_of_sentences_come_from_the_results(results, document, capsys):
     assert path.read_text() == "It is 1.05 × as fast.\n`9 ms`\n```\n8 ms\n```\n"
     rows = records.read_all(results / "nvidia-h200")
     assert number_of('speed("qwen3_step", 8192, peer="huggingface")', rows) == "1.28 ×"
-    assert number_of('less_memory("qwen3_step", 8192)', rows) == "5%"
+    assert number_of('memory("qwen3_step", 8192)', rows) == "5% less"
     assert number_of('longest("qwen3_step", "bastile")', rows) == number_of('longest("qwen3_step")', rows) == "8,192"
     assert number_of('operation("rms_norm", "forward", 8192)', rows) == "1.06 ×"
     pairs = [(n, p, y) for n in (4, 12) for p, y in (("liger", 3.0 * n), ("bastile", 6.0))]
@@ -338,7 +338,7 @@ def test_numbers_of_sentences_come_from_the_results(results, document, capsys):
 
 @pytest.mark.parametrize("changed", ({"version": "1.0.0+abc"}, {"processor": "EPYC"}), ids=("commit", "host"))
 @pytest.mark.parametrize(("call", "metric", "other"), (
-    ("speed('qwen3_step', 8192)", "step_time", "liger"), ("less_memory('qwen3_step', 8192)", "memory", "bastile"),
+    ("speed('qwen3_step', 8192)", "step_time", "liger"), ("memory('qwen3_step', 8192)", "memory", "bastile"),
     ("operation('rms_norm', 'forward', 8192)", "speed", "liger"),
 ))  # fmt: skip
 def test_a_sentence_that_compares_commits_or_hosts_is_refused(call, metric, other, changed, results):
