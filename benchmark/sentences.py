@@ -52,7 +52,7 @@ def operation(rows: list[Row], kernel: str, mode: str, x: int | str, model: str 
 
 
 def memory(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", model: str = QWEN3.model) -> Said:
-    """Return how much less or more memory a training step takes with Bastile, or one of its forms, than with the leanest peer: "5% less"."""
+    """Return how much less or more memory a training step takes with Bastile, or one of its forms, than with the leanest peer."""
     _, taken = parts_of(select(_steps(rows, kernel, model), x_value=str(tokens)))
     mine, peer = taken.get(ours), leanest(taken)
     if not (mine and peer and mine.y_value_50 and peer.y_value_50):
