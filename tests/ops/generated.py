@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20261128
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
-OPERATORS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
+TURNED = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
              ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}  # fmt: skip
 
 
@@ -42,9 +42,9 @@ class Source:
         kept, pair, swapped = errors_at(node)
         for each in kept:
             yield replaced(*self.span(node), self.of(each, operand=True))
-        if pair is not None and type(pair[1]) in OPERATORS:
+        if pair is not None and type(pair[1]) in TURNED:
             begin, end = self.span(pair[0])[1], self.span(pair[2])[0]
-            yield replaced(begin, end, self.text[begin:end].decode().replace(*OPERATORS[type(pair[1])], 1))
+            yield replaced(begin, end, self.text[begin:end].decode().replace(*TURNED[type(pair[1])], 1))
         for left, right in zip(swapped, swapped[1:]):
             (begin, one), (two, end) = self.span(left), self.span(right)
             yield replaced(begin, end, (self.text[two:end] + self.text[one:two] + self.text[begin:one]).decode())
