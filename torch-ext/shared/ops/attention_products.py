@@ -1,7 +1,7 @@
 """Attention for heads that no kernel takes, and flash attention neither: matrix products of PyTorch over a few queries at a time, with
 their probabilities in memory. At 512 numbers a head a score costs so many multiplications that storing it costs less than making it again.
 
-Causal alone. Nothing waits for the device: that no query sees a key behind it says which keys a product needs.
+Causal alone. Nothing waits for the device: that no query sees a key after it says which keys a product needs.
 """
 
 from typing import Iterator, NamedTuple, Optional
