@@ -33,6 +33,7 @@ from .layer_calls import check_weights, described, obstacle
 SEVERAL = -1  # threads that train a model
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
 STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs
+LARGER = 1.5  # times what a pool began with: larger sizes find no room in the pieces that smaller ones left, and begin another one
 KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
 
 
@@ -62,30 +63,39 @@ class Model(_NotCopied):
         self.thread: Optional[int] = None  # the one that trains, or `SEVERAL`
         self.lock = threading.RLock()  # held while a pass begins
         self._pool: Optional[GraphPool] = None
+        self._began_with = 0  # numbers in the input of a layer that was recorded in it first
 
     @property
     def layers(self) -> list:
         return [layer() for layer in self._layers]
 
-    def pool(self, device: torch.device) -> GraphPool:
-        """The pool of the existing graphs, in which the next are recorded. One that no graph uses any more cannot be used again."""
-        if self._pool is None or not any(kind.graphed for kind in self.kinds.values()):
-            self._pool = GraphPool(device)
+    def pool(self, x: torch.Tensor) -> GraphPool:
+        """The pool of the existing graphs, in which those of layers that get `x` are recorded. One that no graph uses any more cannot be
+        used again."""
+        if self._pool is None or not self._has_graphs():
+            self._pool, self._began_with = GraphPool(x.device), x.numel()
             self.memory.forget_pool()
         return self._pool
 
     def nbytes(self) -> int:
         """Returns the bytes of the memory that the existing graphs took."""
-        return 0 if self._pool is None or not any(kind.graphed for kind in self.kinds.values()) else self._pool.nbytes
+        return 0 if self._pool is None or not self._has_graphs() else self._pool.nbytes
+
+    def _has_graphs(self) -> bool:
+        return any(kind.graphed for kind in self.kinds.values())
 
     def takes_too_much(self) -> bool:
         """Tells whether graphs of several sizes take more memory than they may."""
         return self.sizes is not None and self.nbytes() > self.sizes.nbytes
 
-    def starts_over(self) -> bool:
-        """Where graphs take too much memory, forgets all of them, so that they are recorded again in another pool when they come again.
-        Returns whether it did."""
-        if not self.takes_too_much() or self.starts == STARTS:
+    def starts_over(self, x: Optional[torch.Tensor] = None) -> bool:
+        """Where graphs take too much memory, or those of layers that get `x` would, forgets all of them, so that they are recorded again in
+        another pool when they come again. Returns whether it did."""
+        if x is None:
+            wanted = self.takes_too_much()
+        else:
+            wanted = self.sizes is not None and self._has_graphs() and x.numel() > LARGER * self._began_with
+        if not wanted or self.starts == STARTS:
             return False
         self.starts += 1
         for kind in self.kinds.values():

@@ -61,8 +61,9 @@ class Kind:
         if self.state is State.OUTDATED:
             self._forget(State.UNSEEN)
         if self.state is State.OBSERVED:
+            self.model.starts_over(x)  # a pool that begins with larger graphs has room for smaller ones
             self._record(x)
-            if self.state is State.RECORDED and self.model.starts_over():  # a pool that begins with larger graphs has room for smaller ones
+            if self.state is State.RECORDED and self.model.starts_over():
                 self._record(x)
             if self.state is State.RECORDED and self.model.takes_too_much():
                 text = f"graphs take {self.model.nbytes() / 2**30:.1f} GiB with those of {x.shape[0]} rows of {x.shape[1]} tokens"
@@ -117,7 +118,7 @@ class Kind:
             raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
         self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
         on_use, here = self.outputs_are_used_between, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
-        with without_hooks(), model.pool(x.device) as pool:  # those of the first layer's checkpoint
+        with without_hooks(), model.pool(x) as pool:  # those of the first layer's checkpoint
             graphed = [
                 GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.memory, model.waiting, on_use)
                 for group in self._groups()
