@@ -65,12 +65,12 @@ def test_frozen_experts_cost_no_gradients(qwen3, monkeypatch):
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     qwen3.apply()
     calls = []
-    for file, name in (("expert_adapters", "grouped_mm"), ("experts", "grouped_outer")):
+    for file, name in (("expert_adapters", "coded_mm"), ("experts", "grouped_outer")):
         module = sys.modules[f"{qwen3.__name__}.shared.ops.{file}"]
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
-    assert calls == ["grouped_mm"] * 8
+    assert calls == ["coded_mm"] * 8
 
 
 @pytest.mark.parametrize("trained", ["mlp.gate.", "experts.gate_up", "experts.down", "layers.2.mlp", "layers.0.self_attn.o_proj",
