@@ -82,7 +82,7 @@ class Compared(Results):
 
 @dataclass
 class Whole:
-    """What all cases found out, by their names."""
+    """The results of all cases, by name, and the cases that were left out."""
 
     found: dict[str, Results]
     left_out: list[str]

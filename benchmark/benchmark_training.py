@@ -94,7 +94,7 @@ def rate(step: int, steps: int) -> float:
 
 
 class Reached(NamedTuple):
-    """What a training had reached. training: the mean loss of the steps since the last report; validation: of the held-out text, nats."""
+    """Losses at one step of a training, in nats. training: the mean since the last report; validation: of the held-out text."""
 
     step: int
     training: float

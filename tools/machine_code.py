@@ -1,4 +1,4 @@
-"""What the machine code of the kernels shows, for GPUs that none of them has run on: `python -m tools.machine_code [OPERATIONS]`.
+"""Summarises the kernels' machine code, for GPUs on which none of them has run: `python -m tools.machine_code [OPERATIONS]`.
 
 Reads the cubins that a build left in .cache/cubins, compiles none, and writes kernel_src/machine_code.json; `python -m tools.compile
 --record` does so of what it compiled. What is recorded of an operation stands until its source or the compiler changes, and what was not
@@ -56,7 +56,7 @@ class Shown(NamedTuple):
     waits: int = 0
 
     def __str__(self) -> str:
-        """As it is recorded: "128", or "32+8 HGMMA 16/4"."""
+        """Returns the form in the record: "128", or "32+8 HGMMA 16/4"."""
         return f"{self.load}" + f"+{self.bulk}" * bool(self.bulk) + f" {self.matrix} {self.products}/{self.waits}" * bool(self.matrix)
 
     @classmethod
@@ -109,7 +109,7 @@ def find_nvdisasm() -> str:
 
 
 def read(images: list[bytes], architecture: str) -> list[Shown]:
-    """What cubins for one architecture show. Raises BuildError where nvdisasm cannot read them."""
+    """Summarises cubins for one architecture. Raises BuildError where nvdisasm cannot read them."""
     model = architecture.replace("sm_", "SM") + "a" * (int(architecture[3:]) >= 90)  # what is for one GPU alone begins with sm_90
     found: list[Shown] = []
     for start in range(0, len(images), AT_ONCE):
@@ -151,7 +151,7 @@ def _parsed(found: dict) -> Kernels:
 
 
 def kernels_of(recorded: dict, operation: str) -> Kernels:
-    """What is recorded of an operation as its source is now; nothing where that has changed, or was not recorded."""
+    """Returns the record of an operation with its present source, empty if there is none."""
     found = recorded["operations"].get(operation, {})
     return _parsed(found) if found.get("source") == source_digest(operation) else {}
 
@@ -196,6 +196,11 @@ def function_of(variant: str) -> str:
     return variant.partition("-")[0]
 
 
+def function_and_dtypes(variant: str) -> str:
+    """The part of a variant's name before its constants."""
+    return variant.rpartition(variant.split("-", 2)[-1])[0]
+
+
 def is_aligned(variant: str) -> bool:
     """Tells whether the first array of a variant, which it reads most of, promises where it begins."""
     return not variant.split("-")[1].split(".")[0].endswith("u")
@@ -213,15 +218,15 @@ def behind(mine: Shown, architecture: str, theirs: Shown) -> str:
 
 
 def all_behind(kernels: Kernels) -> dict[tuple[str, str], str]:
-    """What falls behind sm_90's form: {(variant, architecture): what it lacks}. A variant that sm_90 does not get is compared with the
-    weakest that it gets of the same function and dtypes."""
+    """Lists the kernels that fall behind their form on sm_90: {(variant, architecture): what is missing}. A variant without a build for
+    sm_90 is compared with the weakest of the same function and dtypes that has one."""
     like: dict[str, list[Shown]] = {}
     for name, shown in kernels.items():
         if "sm_90" in shown:
-            like.setdefault(name.rpartition(name.split("-", 2)[-1])[0], []).append(shown["sm_90"])
+            like.setdefault(function_and_dtypes(name), []).append(shown["sm_90"])
     found = {}
     for name, shown in kernels.items():
-        peers = [shown["sm_90"]] if "sm_90" in shown else like.get(name.rpartition(name.split("-", 2)[-1])[0], [])
+        peers = [shown["sm_90"]] if "sm_90" in shown else like.get(function_and_dtypes(name), [])
         for architecture, mine in shown.items():
             said = [behind(mine, architecture, theirs) for theirs in peers]
             if said and all(said):
@@ -268,9 +273,9 @@ def main(arguments: list[str] | None = None) -> int:
     recorded, identity = read_record(), compiler.compiler_identity()
     known = {name: kernels_of(recorded, name) if recorded["compiler"] == identity else {} for name in names}
     record(cached(options.operations or names, known), names)
-    unlisted = 0
+    unlisted, recorded = 0, read_record()
     for operation in names:
-        for (name, architecture), said in all_behind(kernels_of(read_record(), operation)).items():
+        for (name, architecture), said in all_behind(kernels_of(recorded, operation)).items():
             why = reason_for(name, architecture)
             unlisted += not why
             print(f"{name} for {architecture}: {said}" + (f" ({why})" if why else ""))

@@ -28,7 +28,7 @@ def _targets(node: Any) -> List[str]:
 
 
 def _given(tree: Any) -> List[Any]:
-    """What gives names values."""
+    """Lists the assignments."""
     return [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None]
 
 
