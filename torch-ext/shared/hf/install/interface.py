@@ -7,6 +7,7 @@ from torch import nn
 from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from ..family import options, ownership, versions
 from ..layer import eight_bit_weights, four_bit_weights
+from ..parts import host_embedding
 from ..say import doctor
 from . import one_model, patching, warmup
 from .served import Served
@@ -128,6 +129,19 @@ class Interface:
         frozen, with the numbers that the codes stand for, in the dtype of before. What was rounded stays rounded. Does nothing to a model
         without such weights."""
         return eight_bit_weights.sixteen_bits(model)
+
+    def host_embeddings(self, model):
+        """Keeps the frozen embedding of a model's tokens in the host's memory, in place, and returns the model: 1.2 GB of GPT-OSS-20B, of
+        which a step reads the rows of its tokens.
+
+        Each pass looks them up on the host and copies them to the device; ids that are on a GPU have the host wait for it once a pass.
+        Call it at any time, before or after `kernelize` and `get_peft_model`; the result lies where the weight was, or where the model is
+        moved later. State dicts and `save_pretrained` have the weight as before.
+
+        model: alone or inside another module (PEFT). Raises ValueError that names the embedding where it is to be trained, tied to the
+        head, sharded, has adapters or does more than look up. Raises TypeError for a model without an embedding.
+        """
+        return host_embedding.host_embeddings(model)
 
     def explain(self, model):
         """Says which parts of a model run fused and, for the others, why not and what to do about it.
