@@ -79,7 +79,8 @@ def host_embeddings(model: nn.Module) -> nn.Module:
         return model
     name = next(name for name, module in model.named_modules() if module is embedding)
     if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or embedding.max_norm is not None:
-        fail(name, f"a {type(embedding).__name__} with more than a look-up", "a torch.nn.Embedding, without adapters, max_norm or another forward")
+        found = f"a {type(embedding).__name__} with more than a look-up"
+        fail(name, found, "a torch.nn.Embedding, without adapters, max_norm or another forward")
     weight = held(embedding, "weight")
     if not is_plain(weight):
         fail(f"{name}.weight", f"a {type(weight).__name__}", "an ordinary parameter, whole on its device")
@@ -89,7 +90,7 @@ def host_embeddings(model: nn.Module) -> nn.Module:
     others = [other for other, each in model.named_parameters(remove_duplicate=False) if each is weight and other != f"{name}.weight"]
     if others:
         fail(f"{name}.weight", f"tied to {others[0]}, which is read whole in every step", "an embedding of its own")
-    HostEmbedding.take(embedding)
+    HostEmbedding.take(embedding)  # type: ignore[arg-type]
     return model
 
 
