@@ -71,7 +71,9 @@ def tiled_experts_backward(
                 whole[rows] = part
         of_gate_up, of_down = (each or Factors(None, None) for each in found.factors)
         sums.add([Parts(found.gate_up, found.gate_up_bias, *of_gate_up), Parts(found.down, found.down_bias, *of_down)])
-    of_gate_up, of_down = sums.found()
-    of_factors = [None if each.a is None and each.b is None else Factors(each.a, each.b) for each in (of_gate_up, of_down)]
-    gate_up, down = of_gate_up.weight, of_down.weight
-    return ExpertGradients(dy, dscores, gate_up, down, of_gate_up.bias, of_down.bias, ExpertFactors(*of_factors))  # type: ignore[arg-type]
+    total_gate_up: Any
+    total_down: Any
+    total_gate_up, total_down = sums.found()
+    of_factors = [None if each.a is None and each.b is None else Factors(each.a, each.b) for each in (total_gate_up, total_down)]
+    dweights = total_gate_up.weight, total_down.weight, total_gate_up.bias, total_down.bias
+    return ExpertGradients(dy, dscores, *dweights, ExpertFactors(*of_factors))
