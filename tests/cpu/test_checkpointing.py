@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.compile_checks import with_adapters
-from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
+from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.patched import lora as adapted
+from tests.qwen3_moe_steps import EXPERTS
 from tests.tolerances import assert_close
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -154,15 +156,56 @@ def test_an_mlp_in_tiles_is_the_same_but_for_rounding_and_as_wide_as_a_tile(qwen
     assert_equal(gradients(model, input_ids=ids, labels=ids), found[0]) if checkpoints is None else None
 
 
+class Rows(TorchDispatchMode):
+    """The most rows that any result has beside those of all tokens."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.tokens, self.most = tokens, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[0] % self.tokens == 0 and result.shape[1] > 16:
+                self.most = max(self.most, result.shape[0])
+        return results
+
+
+@pytest.mark.parametrize("checkpoints", (None, False, True), ids=("", "checkpoints", "reentrant ones"))
+@pytest.mark.parametrize("of", ("plain", "LoRA", "four bits"))
+def test_experts_in_tiles_are_the_same_but_for_rounding_and_have_the_rows_of_a_tile(gpt_oss, of, checkpoints):
+    """3 experts a token: of 67 tokens 201 rows, unless they come in tiles."""
+    ids, found, most = random_tokens(1, 67), [], []
+    for recompute in (False, 16):
+        model = tiny_gpt_oss(intermediate_size=32)
+        model = model if of == "plain" else adapted(model, target_modules=["q_proj"], target_parameters=EXPERTS)
+        model = gpt_oss.kernelize(gpt_oss.four_bits(model) if of == "four bits" else model, recompute_mlp=recompute)
+        model.enable_input_require_grads()
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+        with Rows(67) as rows:
+            found.append(gradients(model, input_ids=ids, labels=ids))
+        most.append(rows.most)
+        (row,) = [row for row in gpt_oss.explain(model).rows if "tiles" in row.part] or [None]
+        assert row is None if recompute is False else (row.part, row.fused, row.count) == ("experts in tiles of 16 tokens", True, 2)
+    assert most == [201, 67]
+    for mine, other in zip(*found, strict=True):
+        assert_close(mine, other, torch.float32, "gradient of a model whose experts are in tiles")
+
+
 def test_explain_says_what_is_in_tiles(qwen3):
-    def said(model, options):
+    def said(model, options, what="MLP"):
         rows = {row.part: row for row in qwen3.explain(qwen3.kernelize(model, **options)).rows}
-        row = rows["MLP in tiles of 512 tokens"]
+        row = rows[f"{what} in tiles of 512 tokens"]
         return row.fused, row.code, row.reason
 
     assert said(tiny_model(), {"recompute_mlp": 512}) == (True, "", "")
     assert said(with_adapters(tiny_model(), lora_dropout=0.1), {"recompute_mlp": 512})[1:] == ("tiles", "its adapters have dropout")
-    assert said(tiny_qwen3_moe(mlp_only_layers=[]), {"recompute_mlp": 512})[2] == "the layer has no dense MLP in a fused node"
+    model = tiny_qwen3_moe(mlp_only_layers=[])
+    assert said(model, {"recompute_mlp": 512}, "experts") == (True, "", "")
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_hook(lambda *_: None)
+    assert said(model, {"recompute_mlp": 512}, "experts")[1:] == ("tiles", "the layer has no experts in a fused node")
     assert "tiles" not in str(qwen3.explain(qwen3.kernelize(tiny_model(), recompute_mlp=True)))
     for wrong in (-16, 0, 8, "all", 16.0):
         with pytest.raises(ValueError, match="recompute_mlp is .*, expected True, False, or the tokens of a tile, a multiple of 16"):

@@ -185,11 +185,22 @@ def test_what_is_no_frozen_linear_layer_is_refused_by_name(qwen3, change, expect
     assert not layers_of(model), "nothing is changed then"
 
 
-def test_layers_of_experts_are_left_as_they_are(qwen3):
+def test_layers_of_experts_have_their_attention_in_eight_bits(qwen3, tmp_path):
+    """Adapters over them get the bits that the numbers give. Saved are the numbers, which transformers reads."""
     model = qwen3.eight_bits(frozen(tiny_qwen3_moe))
-    assert {name.split(".")[2] for name in layers_of(model)} == {"1"} and len(layers_of(model)) == 7
-    with pytest.raises(TypeError, match="a Qwen3MoeForCausalLM, expected a model with dense decoder layers"):
-        qwen3.eight_bits(frozen(tiny_qwen3_moe, mlp_only_layers=[]))
+    found = {name.partition("layers.")[2] for name in layers_of(model)}
+    attention = {f"{layer}.self_attn.{name}" for layer in range(3) for name in NAMES[:4]}
+    assert found == {*attention, *(f"1.mlp.{name}" for name in NAMES[4:])}
+    plain = in_sixteen(qwen3, model)
+    assert are_equal(*(gradients(qwen3.kernelize(adapted(copy.deepcopy(each)))) for each in (model, plain)))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=BF16)
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    again = qwen3.eight_bits(frozen(tiny_qwen3_moe))
+    for layer in layers_of(again).values():
+        layer.codes.zero_()
+    again.load_state_dict(model.state_dict())
+    assert all(torch.equal(layer.weight, layers_of(model)[name].weight) for name, layer in layers_of(again).items())
 
 
 WRITES = (

@@ -227,6 +227,36 @@ def test_a_write_is_refused_instead_of_lost(package, kind, write):
         write(experts)
 
 
+@pytest.mark.parametrize("first", ("eight_bits", "four_bits"))
+@pytest.mark.parametrize("checkpoints", (False, True))
+def test_beside_attention_in_eight_bits(package, kind, first, checkpoints, tmp_path):
+    """In either order: the bits that the numbers give, and a checkpoint as without it."""
+    order = ("eight_bits", "four_bits") if first == "eight_bits" else ("four_bits", "eight_bits")
+    model = lora(sparse(kind), target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS)
+    for function in order:
+        getattr(package, function)(model)
+    plain = in_sixteen(package, model)
+    for each in (model, plain):
+        package.kernelize(each)
+        if checkpoints:
+            each.gradient_checkpointing_enable()
+    assert are_equal(step_of(model), step_of(plain)) and fused(package, model) == 2
+    said = [row for row in package.explain(model).rows if "MiB saved" in row.part]
+    assert {row.part.partition(",")[0] for row in said} >= {"gate_up_proj", "weights of q_proj"} and all(row.fused for row in said)
+    inner = model.get_base_model()
+    kept = [tensor for name, tensor in inner.state_dict().items() if "self_attn" in name and name.endswith("_proj.base_layer.weight")]
+    assert {tensor.dtype for tensor in kept} == {BF16}
+    if kind == "mxfp4":
+        package.four_bits(package.eight_bits(other := sparse(kind)))
+        other.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+        from transformers import AutoModelForCausalLM, Mxfp4Config
+
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16, quantization_config=Mxfp4Config(dequantize=True))
+        expected = in_sixteen(package, other).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
 # ---------------------------------------------------------------- memory
 @pytest.mark.parametrize("checkpoints", (False, True))
 def test_no_more_than_one_weight_is_dense_at_a_time(package, kind, checkpoints, monkeypatch):

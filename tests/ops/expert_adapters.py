@@ -68,15 +68,15 @@ def adapted_exact(leaves, top_k, scalings, gpt_oss):
 
 def check_adapted_experts(ops, device, dtype=FP32, *, tokens=11, hidden=64, width=24, experts=5, top_k=2, rank=3, on=BOTH, wider=False,
                           scalings=(2.0, 0.6), gpt_oss=False, trained=("x", "norm_weight", "router"), frozen=(), recompute=False,
-                          again=False):
+                          again=False, tile=0):
     """on: the projections with an adapter. trained: what needs a gradient beside the adapters, of which `frozen` do not. again: a second
-    backward pass. In half precision the sizes must leave no choice of experts to rounding."""
+    backward pass. tile: of `norm_experts`. In half precision the sizes must leave no choice of experts to rounding."""
     leaves = adapted_leaves(dtype, device, tokens, hidden, width, experts, rank, on, wider, gpt_oss)
     exacts = {name: exact(tensor) for name, tensor in leaves.items()}
     for name, tensor in leaves.items():
         tensor.requires_grad_((name in trained or name[-2:] in ("_a", "_b")) and name not in frozen)
     arguments, options = arguments_of(ops, leaves, top_k, scalings, gpt_oss)
-    y = part_of(ops, "sparse").norm_experts(*arguments, recompute=recompute, **options)
+    y = part_of(ops, "sparse").norm_experts(*arguments, recompute=recompute, tile=tile, **options)
     y64 = adapted_exact(exacts, top_k, scalings, gpt_oss)
     assert_close(y, y64, dtype, "experts with adapters", 2)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
@@ -108,6 +108,14 @@ def check_frozen_adapters(ops, device):
     check_adapted_experts(ops, device, trained=())
     check_adapted_experts(ops, device, trained=("x",), frozen=("gate_up_a", "gate_up_b"))
     check_adapted_experts(ops, device, trained=(), on=("down",), recompute=True)
+
+
+def check_tiles(ops, device):
+    """Adapters of both projections and of one, their factors wider, over several tiles."""
+    check_adapted_experts(ops, device, tokens=40, tile=16)
+    check_adapted_experts(ops, device, tokens=40, tile=16, gpt_oss=True, trained=("x", "router", *WEIGHTS), again=True)
+    check_adapted_experts(ops, device, tokens=40, tile=16, frozen=("gate_up_a", "down_b"))
+    check_adapted_experts(ops, device, BF16, tokens=40, tile=16, top_k=5, rank=8, wider=True, on=("down",))
 
 
 def check_wrong_adapters(ops):
@@ -145,6 +153,8 @@ CHECKS = {
     "adapted_again": on_cpu(check_adapted_experts, again=True, recompute=True, rank=8),
     "adapted_few": on_cpu(check_few_rows),
     "adapted_frozen": on_cpu(check_frozen_adapters),
+    "adapted_tiles": on_cpu(check_tiles),
+    "adapted_of_a_graph_tiles": as_in_a_graph(on_cpu(check_adapted_experts, tokens=40, tile=16, gpt_oss=True)),
     "adapted_of_a_graph": as_in_a_graph(on_cpu(check_adapted_experts, BF16, top_k=5, rank=8, wider=True)),
     "adapted_of_a_graph_again": as_in_a_graph(on_cpu(check_adapted_experts, gpt_oss=True, recompute=True, again=True)),
     "adapted_layout": check_layout_of_factors,

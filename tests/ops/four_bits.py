@@ -169,18 +169,19 @@ def coded_weights(ops, leaves, gpt_oss):
     return leaves, coded
 
 
-def check_coded_experts(ops, device, dtype=BF16, *, width=32, gpt_oss=False, on=BOTH, coded=BOTH, recompute=False, again=False):
+def check_coded_experts(ops, device, dtype=BF16, *, width=32, gpt_oss=False, on=BOTH, coded=BOTH, recompute=False, again=False,
+                        tokens=11, tile=0):
     """The bits that the numbers give, and nothing of a weight's size is kept for the backward pass. coded: the weights in codes. again: a
-    second backward pass."""
+    second backward pass. tile: of `norm_experts`."""
     sparse, found = part_of(ops, "sparse"), []
     for names in ((), coded):
-        leaves, codes = coded_weights(ops, adapted_leaves(dtype, device, 11, 64, width, 5, 8, on, False, gpt_oss), gpt_oss)
+        leaves, codes = coded_weights(ops, adapted_leaves(dtype, device, tokens, 64, width, 5, 8, on, False, gpt_oss), gpt_oss)
         for name, tensor in leaves.items():
             tensor.requires_grad_(name not in coded)
         arguments, options = arguments_of(ops, leaves | {name: codes[name] for name in names}, 2, (2.0, 0.6), gpt_oss)
         kept: list = []
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
-            y = sparse.norm_experts(*arguments, recompute=recompute, **options)
+            y = sparse.norm_experts(*arguments, recompute=recompute, tile=tile, **options)
         numbers = {leaves[name].numel() for name in names}
         assert not [tensor for tensor in kept if tensor.dim() == 3 and tensor.numel() in numbers], "a weight is kept"
         dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
@@ -237,6 +238,7 @@ CHECKS = {
     "coded_again": on_cpu(check_coded_experts, FP32, gpt_oss=True, recompute=True, again=True, on=("down",)),
     "coded_parts": on_cpu(check_coded_experts_in_parts, gpt_oss=True),
     "coded_parts_other": on_cpu(check_coded_experts_in_parts, on=("gate_up",), recompute=True),
+    "coded_tiles": on_cpu(check_coded_experts, gpt_oss=True, tokens=40, tile=16),
     "coded_one": on_cpu(check_coded_experts, coded=("gate_up",), on=()),
     "coded_other": on_cpu(check_coded_experts, FP16, coded=("down",), on=("gate_up",), recompute=True),
     "coded_reference": check_reference,

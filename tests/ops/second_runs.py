@@ -61,11 +61,11 @@ def _experts(ops, shared):
     return x, run, [*list(leaves.values())[1:], *(part for one in projections for part in one[:5])]
 
 
-def _adapted_experts(ops):
-    """The same with adapters on the experts."""
+def _adapted_experts(ops, tile=0):
+    """The same with adapters on the experts. tile: of `norm_experts`."""
     leaves = adapted_leaves(BF16, CPU, TOKENS, 64, 24, 6, 8, BOTH, True, False)
     arguments, options = arguments_of(ops, leaves, 2, (2.0, 0.5), False)
-    return leaves["x"], lambda x: part_of(ops, "sparse").norm_experts(x, *arguments[1:], **options), list(leaves.values())[1:]
+    return leaves["x"], lambda x: part_of(ops, "sparse").norm_experts(x, *arguments[1:], tile=tile, **options), list(leaves.values())[1:]
 
 
 def _operation(ops, name, **options):
@@ -90,6 +90,7 @@ CALLS = {
     "experts": functools.partial(_experts, shared=False),
     "shared expert": functools.partial(_experts, shared=True),
     "adapted experts": _adapted_experts,
+    "adapted experts in tiles": functools.partial(_adapted_experts, tile=2),
     "mlp alone": functools.partial(_operation, name="swiglu.mlp"),
     "mlp in shards": functools.partial(_operation, name="tiled_mlp.tiled_mlp", shards=2),
     "experts alone": _experts_alone,

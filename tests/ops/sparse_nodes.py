@@ -42,12 +42,12 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
-                       norms=("before",), multiplier=1.0):
+                       norms=("before",), multiplier=1.0, tile=0):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
     the expert that every token goes to, whose gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms:
-    "before", "after" and "behind", those that there are; multiplier: of both branches. In half precision the sizes must leave no choice of
-    experts to rounding."""
+    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. In half precision the
+    sizes must leave no choice of experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
     more = [(name, seed) for name, seed in (("after", 21), ("behind", 22)) if name in norms]
@@ -86,7 +86,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     arguments = x, before_norm, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), described
     of_branches = {name: leaves[name] for name, _ in more}
     expert = nodes.SharedExpert(leaves["score_gate"], of_shared) if shared else None
-    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert, **of_branches)
+    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert, tile=tile, **of_branches)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
         y.backward(dy, retain_graph=True)
@@ -142,6 +142,16 @@ def check_norms_of_the_branches(ops, device):
     check_norm_experts(ops, device, norms=("behind",), multiplier=0.22, frozen=("x", "down", "gate_up", "router"))
 
 
+def check_tiles_of_experts(ops, device):
+    """Several tiles, the last one short: all trained, beside a shared expert, a second backward pass, some frozen, and no more than one."""
+    check_norm_experts(ops, device, tokens=40, tile=16)
+    check_norm_experts(ops, device, tokens=40, tile=16, shared=24, attended=True, top_k=3, normalised=False)
+    check_norm_experts(ops, device, tokens=40, tile=16, shared=24, again=True, recompute=True)
+    check_norm_experts(ops, device, tokens=40, tile=16, frozen=("x", "norm_weight", "router", "gate_up"))
+    check_norm_experts(ops, device, tokens=40, tile=16, frozen=("gate_up", "down"), norms=("before", "behind"))
+    check_norm_experts(ops, device, tokens=16, tile=16)
+
+
 def check_parts_of_norm_experts_that_are_frozen(ops, device):
     """Those that are trained get the gradients that they have among the others."""
     check_norm_experts(ops, device, frozen=("x", "norm_weight", "gate_up", "down"))
@@ -159,6 +169,7 @@ CHECKS = {
     "norm_experts_recomputed": on_cpu(check_norm_experts, recompute=True, frozen=("gate_up", "router")),
     "norm_experts_shared": on_cpu(check_shared_expert),
     "norm_experts_branches": on_cpu(check_norms_of_the_branches),
+    "norm_experts_tiles": on_cpu(check_tiles_of_experts),
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
@@ -192,6 +203,15 @@ MUTANTS = [
          ("dbranch, inputs, gate_up", "dout, inputs, gate_up", "norm_experts_branches"),
          ("shared_backward(dbranch", "shared_backward(dout", "norm_experts_branches"),
          ("spec.outputs, dy, dout, tensors", "spec.outputs, dy, torch.zeros_like(dout), tensors")),
+    *errors_in("shared/decoder/sparse_experts.py", "norm_experts_tiles", "tiled_experts",
+         ("y[rows], expert[rows]", "0 * y[rows], expert[rows]"),
+         ("gate_up, expert[rows], scores[rows]", "gate_up, expert[rows], 2 * scores[rows]")),
+    *errors_in("shared/decoder/sparse_experts.py", "norm_experts_tiles", "tiled_experts_backward",
+         ("dout[rows], (*mine", "2 * dout[rows], (*mine"),
+         ("whole[rows] = part", "whole[rows] = 0 * part"),
+         ("found.gate_up_bias, *of_gate_up), Parts(found.down", "found.gate_up_bias, *of_gate_up), Parts(2 * found.down")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts_tiles", "_forward",
+         ("None if spec.recompute or spec.tile else gate_up", "None if spec.recompute else gate_up")),
     *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_backward",
          ("score * (1 - score)", "score"),
          (".addmm_(dlogit, gate)", ""),

@@ -35,6 +35,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "get_patched_ops",
+    "host_embeddings",
     "kernelize",
     "linear_cross_entropy",
     "linear_divergence",
@@ -66,6 +67,7 @@ kernelize = _calls.kernelize
 eight_bits = _calls.eight_bits
 four_bits = _calls.four_bits
 sixteen_bits = _calls.sixteen_bits
+host_embeddings = _calls.host_embeddings
 explain = _calls.explain
 report = _calls.report
 capture = _calls.capture

@@ -91,6 +91,9 @@ class Front(Interface):
     def sixteen_bits(self, model):
         return self._of(model).sixteen_bits(model)
 
+    def host_embeddings(self, model):
+        return self._of(model).host_embeddings(model)
+
     def explain(self, model):
         return self._of(model).explain(model)
 

@@ -140,7 +140,8 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
 
 
 # ---------------------------------------------------------------- in tiles of tokens
-def _tiles(tokens: int, tile: int) -> List[slice]:
+def tiles_of(tokens: int, tile: int) -> List[slice]:
+    """The tokens of each tile, the last of which may have fewer."""
     return [slice(start, min(start + tile, tokens)) for start in range(0, tokens, tile)]
 
 
@@ -169,7 +170,7 @@ def tiled_finish(
     adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype
     found = torch.empty(shape if adds else total.shape, dtype=groups.down.group.dtype, device=total.device)
     flat = found.view(total.shape)
-    for rows in _tiles(total.shape[0], tile):
+    for rows in tiles_of(total.shape[0], tile):
         mine, _, _, hidden = _hidden_of(spec, groups, y[rows])
         mine.down.again(hidden, onto=total[rows] if adds else None, out=flat[rows])
     return (found, None, None) if adds else add_branch(spec, shape, behind, total, found)
@@ -182,7 +183,7 @@ def tiled_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, t
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
-class _Sums:
+class Sums:
     """The gradients of projections, added up over tiles in fp32."""
 
     def __init__(self) -> None:
@@ -241,9 +242,9 @@ def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], t
 def _tiled_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[slice], torch.Tensor], groups: OutputGroups,
                     needs: OutputGroups, need_total: bool, tile: int) -> Inner:
     """Computes the gradients of `_inner_backward` one tile at a time. normed: returns the norm's output for a range of rows."""
-    tokens, of_inner, of_down = dbranch.shape[0], _Sums(), _Sums()
+    tokens, of_inner, of_down = dbranch.shape[0], Sums(), Sums()
     dy: Optional[torch.Tensor] = None
-    for rows in _tiles(tokens, tile):
+    for rows in tiles_of(tokens, tile):
         y = normed(rows)
         mine, gate, up, hidden = _hidden_of(spec, groups, y)
         del hidden

@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from ..ops.autocast import without_autocast
 from ..ops.common import always, describe, fail, need_floats
 from ..ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters, ExpertFactors, Factors
-from ..ops.expert_gate import Gate
 from ..ops.experts import experts_backward, experts_finish, experts_reference, experts_start, first_gemm
 from ..ops.four_bits import CodedExperts, dense
 from ..ops.grouped_gemm import Groups
@@ -42,34 +41,9 @@ from .shared_expert import (
     shared_reference,
     shared_start,
 )
+from .sparse_experts import DEFAULT, ExpertOptions, ExpertTensors, tiled_experts, tiled_experts_backward
 from .spec import Outputs
 from .steps import Joined, JoinedGradients, Optionals, flat_heads, join_backward, join_forward, need_join, shaped
-
-
-class ExpertOptions(NamedTuple):
-    """How the experts' weights are laid out and what lies between them; as the options of `experts`."""
-
-    transposed: bool = False
-    interleaved: bool = False
-    alpha: float = 0.0
-    limit: float = float("inf")
-
-    @property
-    def between(self) -> Gate:
-        return Gate(self.interleaved, self.alpha, self.limit)
-
-
-DEFAULT = ExpertOptions()
-
-
-class ExpertTensors(NamedTuple):
-    """gate_up: [experts, 2 * width, hidden], down: [experts, hidden, width], each the other way with `ExpertOptions.transposed`, tensors or
-    `CodedExperts`; their biases [experts, rows] or None."""
-
-    gate_up: Any
-    down: Any
-    gate_up_bias: Optional[torch.Tensor] = None
-    down_bias: Optional[torch.Tensor] = None
 
 
 class SparseTensors(NamedTuple):
@@ -102,7 +76,7 @@ class SparseTensors(NamedTuple):
 class SparseSpec(NamedTuple):
     """Describes the node. outputs: of the layer. top_k, normalised, by_logits: of `Router`. recompute: whether the backward pass makes the
     first products of all experts again. scalings: of the adapters of gate_up and of down. coded: these weights,
-    None for a tensor."""
+    None for a tensor. tile: the tokens that experts compute at a time, 0 for all."""
 
     outputs: Outputs
     gate: ExpertOptions
@@ -112,10 +86,12 @@ class SparseSpec(NamedTuple):
     recompute: bool
     scalings: Tuple[float, float] = (1.0, 1.0)
     coded: Tuple[Optional[CodedExperts], Optional[CodedExperts]] = (None, None)
+    tile: int = 0
 
 
 class Started(NamedTuple):
-    """What the last products read: the output of the experts' first GEMM, and the shared expert's gated rows times their scores."""
+    """What the last products read: the output of the experts' first GEMM, in tiles its input, and the shared expert's gated rows times
+    their scores."""
 
     gate_up: torch.Tensor
     scored: Optionals
@@ -125,8 +101,8 @@ class SparseSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
     total, o, rstd, o_rstd, branch, branch_rstd, made: as in `MLPSaved`. scores, expert: of `choose_experts`; logits: None where the router
-    is `normalised`. order, position, ends: of `Routing`. gate_up: as in `Started`. shared_score, both: of `shared_start`. The backward pass
-    writes over gate_up and both, and makes them again where they are None.
+    is `normalised`. order, position, ends: of `Routing`, None in tiles. gate_up: the output of the experts' first GEMM. shared_score, both:
+    of `shared_start`. The backward pass writes over gate_up and both, and makes them again where they are None.
     """
 
     total: Optionals
@@ -138,9 +114,9 @@ class SparseSaved(NamedTuple):
     scores: torch.Tensor
     expert: torch.Tensor
     logits: Optionals
-    order: torch.Tensor
-    position: torch.Tensor
-    ends: torch.Tensor
+    order: Any
+    position: Any
+    ends: Any
     gate_up: Optionals
     shared_score: Any
     both: Optionals
@@ -189,12 +165,14 @@ def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections
 
 def _weighted_sum(
     given: Given, gate_up: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, routing: Routing, groups: Groups,
-    factors: Optional[Factors],
+    factors: ExpertFactors,
 ):  # fmt: skip
-    """Runs the experts from the output of their first GEMM on. scores, expert: of `choose_experts`. factors: of down's adapter."""
-    tensors, spec, dtype = given.tensors, given.layout.spec, given.layout.dtype
-    weights, options = _experts(spec, tensors)[1:], (spec.gate.transposed, spec.gate.between)
-    return experts_finish(gate_up, expert, rounded(scores, dtype), *weights, routing, groups, *options, factors)
+    """Runs the experts from gate_up, as in `Started`, on. scores, expert: of `choose_experts`. factors: of the adapters."""
+    tensors, spec, scores = given.tensors, given.layout.spec, rounded(scores, given.layout.dtype)
+    weights, options = _experts(spec, tensors), (spec.gate.transposed, spec.gate.between)
+    if spec.tile:
+        return tiled_experts(gate_up, expert, scores, weights, spec.gate, factors, spec.tile)
+    return experts_finish(gate_up, expert, scores, *weights[1:], routing, groups, *options, factors.down)
 
 
 def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Any, down: Optional[Projections]):
@@ -212,13 +190,17 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
     total, y, *of_join = join_forward(spec.outputs, tensors, o, layout.dtype)
     logits = linear(y, tensors.router, tensors.router_bias)
     scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
-    of_gate_up, of_down = _factors(spec, tensors, layout.dtype)
-    gate_up, routing, groups = experts_start(y, expert, _experts(spec, tensors).gate_up, spec.gate.transposed, of_gate_up)
-    found = _weighted_sum(given, gate_up, scores, expert, routing, groups, of_down) if whole else None
+    factors, gate_up = _factors(spec, tensors, layout.dtype), y
+    routing: Any = (None, None, None)
+    groups: Any = None
+    if not spec.tile:
+        first_weight, transposed = _experts(spec, tensors).gate_up, spec.gate.transposed
+        gate_up, routing, groups = experts_start(y, expert, first_weight, transposed, factors.gate_up)
+    found = _weighted_sum(given, gate_up, scores, expert, routing, groups, factors) if whole else None
     score = both = scored = None
     if inner is not None:
         score, both, scored = shared_start(y, tensors.shared_gate, inner, down)
-    kept: tuple = (None, score, None) if spec.recompute else (gate_up, score, both)
+    kept = None if spec.recompute or spec.tile else gate_up, score, None if spec.recompute else both
     first: Sequence
     if found is None:
         first, of_branch = Started(gate_up, scored), [None, None]
@@ -238,7 +220,8 @@ def _start(given: Given) -> Tuple[Sequence, SparseSaved]:
 def _finish(given: Given, started: Started, saved: SparseSaved) -> torch.Tensor:
     """Computes the result of a node that has no norm of the experts' branch."""
     _, _, down = named(given, of_second_half_loaded(groups_of(given), saved.made, None))
-    factors = _factors(given.layout.spec, given.tensors._replace(gate_up_a=None), given.layout.dtype).down
+    spec, tensors = given.layout.spec, given.tensors
+    factors = _factors(spec, tensors if spec.tile else tensors._replace(gate_up_a=None), given.layout.dtype)
     found = _weighted_sum(given, started.gate_up, saved.scores, saved.expert, saved.routing, saved.groups, factors)
     return _result(given, stream_of(given, saved), found, started.scored, down)[0]
 
@@ -258,18 +241,21 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
     weights, factors, need_factors = _experts(spec, tensors), _factors(spec, tensors, layout.dtype), needed.factors
     if needed.gate_up or any(need_factors.gate_up) or needed.router or again or (need_shared is not None and need_shared.reads_input()):
         y = normed_again(spec.outputs.before, x, tensors.before, saved.rstd, layout.dtype)
-    if again:
+    if again and not spec.tile:
         gate_up = first_gemm(y, weights.gate_up, saved.order, saved.position, saved.groups, spec.gate.transposed, factors.gate_up)
-        both = None if inner is None else gate_and_up(y, inner, again=True)
+    if both is None and inner is not None:
+        both = gate_and_up(y, inner, again=True)
     of_branch = tensors.behind, saved.branch, saved.branch_rstd
     dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
     inputs = y, saved.expert, rounded(saved.scores, layout.dtype), *weights
     of_weights = needed.gate_up, needed.down, needed.gate_up_bias, needed.down_bias
     needs = [need_total, need_logits, *of_weights]
-    dy, dscores, *found, of_factors = experts_backward(
-        dbranch, inputs, gate_up, saved.routing, spec.gate, needs, factors, need_factors
-    )  # fmt: skip
-    del gate_up, inputs, weights
+    if spec.tile:
+        gradients = tiled_experts_backward(dbranch, inputs, spec.gate, needs, factors, need_factors, spec.tile)
+    else:
+        gradients = experts_backward(dbranch, inputs, gate_up, saved.routing, spec.gate, needs, factors, need_factors)
+    dy, dscores, *found, of_factors = gradients
+    del gradients, gate_up, inputs, weights
     dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
     for adapter, each in zip(_adapters(spec, tensors), of_factors):
         dweights += (None, None) if adapter is None or each is None else adapter.gradients(each)
@@ -351,6 +337,7 @@ def norm_experts(
     shared: Optional[SharedExpert] = None,
     behind: Optional[torch.Tensor] = None,
     adapters: ExpertAdapters = NO_ADAPTERS,
+    tile: int = 0,
 ) -> torch.Tensor:
     """Computes total + behind(the weighted sum of what the experts that the router chooses make of before(total)), with total = x or, with
     `attended`, x + after(o(attended)).
@@ -372,6 +359,7 @@ def norm_experts(
         recompute: whether the experts' first products are recomputed in the backward pass, bit for bit, instead of kept.
         shared: the shared expert, whose projections' tensors may be float32 where x is narrower.
         adapters: of the experts' projections, whose tensors may be float32 where x is narrower.
+        tile: the tokens that experts compute at a time, in both passes, a multiple of `TILE_OF`, or 0 for all; more than x has is as 0.
 
     Returns:
         [..., hidden].
@@ -391,6 +379,7 @@ def norm_experts(
     plain = [None if code else each for code, each in zip((*coded, None, None), weights)]
     tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *plain, *of_adapters)
     options = gate, router.top_k, router.normalised, router.by_logits, bool(recompute), scalings
-    description = SparseSpec(spec, *options, (coded[0], coded[1]))
+    tile = tile if 0 < tile < x.numel() // max(x.shape[-1], 1) else 0
+    description = SparseSpec(spec, *options, (coded[0], coded[1]), tile)
     with without_autocast(x.device):
         return _node(description, tensors, groups, (), x.dtype)

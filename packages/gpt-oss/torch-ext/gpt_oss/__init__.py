@@ -23,6 +23,7 @@ __all__ = [
     "explain",
     "four_bits",
     "get_patched_ops",
+    "host_embeddings",
     "kernelize",
     "layers",
     "linear_cross_entropy",
@@ -41,6 +42,7 @@ kernelize = _calls.kernelize
 eight_bits = _calls.eight_bits
 four_bits = _calls.four_bits
 sixteen_bits = _calls.sixteen_bits
+host_embeddings = _calls.host_embeddings
 explain = _calls.explain
 report = _calls.report
 capture = _calls.capture

@@ -37,7 +37,7 @@ TEXTS = {
             the experts, again instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer
             (of experts, for each token and expert that it goes to) for half of the products of its forward pass: between nothing and
             gradient checkpointing, which does not add to it. A number of tokens, a multiple of 16, 4096 say: in longer rows, checkpointed
-            or not, gate and up of a dense MLP exist for so many at a time, so that a long row's peak does not grow with them; the same
+            or not, an MLP, or the experts, compute so many at a time, so that a long row's peak does not grow with gate and up; the same
             but for rounding.""",
     "log_probs": """TRL's trainers (1.16) compute their log-probabilities without logits, with every model of the process; what ours does
             not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the

@@ -7,6 +7,7 @@ from torch import nn
 from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from ..family import options, ownership, versions
 from ..layer import eight_bit_weights, four_bit_weights
+from ..parts import host_embedding
 from ..say import doctor
 from . import one_model, patching, warmup
 from .served import Served
@@ -80,21 +81,23 @@ class Interface:
         return one_model.kernelize(self.families, model, mode, *told, self._shapes)
 
     def eight_bits(self, model):
-        """Turns the frozen weights of the dense decoder layers' linear layers to eight bits, in place, and returns the model: half their
+        """Turns the frozen weights of the decoder layers' linear layers to eight bits, in place, and returns the model: half their
         memory, as QLoRA's four bits are a quarter.
 
-        q, k, v, o, gate, up and down become codes in float8_e4m3fn with one scale, a power of two, for the weights that read one input.
-        That rounds each number once, by a sixteenth of it at most. Embeddings, head, norms, biases and experts stay as they are.
+        q, k, v, o, and of dense layers gate, up and down become codes in float8_e4m3fn with one scale, a power of two, for the weights that
+        read one input. That rounds each number once, by a sixteenth of it at most. Embeddings, head, norms, biases, routers and experts
+        stay as they are; experts may be in four bits (`four_bits`, before or after).
         Products are made in 16 bits of the numbers that the codes stand for, which bf16 holds exactly; with `products="fp8"` they are made
         of the codes, where they are in eight bits. Call it before or after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
 
         Adapters are saved as usual. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
-        `from_pretrained` reads. Merging adapters writes to weights and is refused: call `sixteen_bits(model)` first. A
-        model that transformers loaded from such a layout, in blocks with scales of their own, is taken too, and rounded once more.
+        `from_pretrained` reads; of a model with experts, for which that layout has no place, the numbers in 16 bits. Merging adapters
+        writes to weights and is refused: call `sixteen_bits(model)` first. A model that transformers loaded from such a layout, in blocks
+        with scales of their own, is taken too, and rounded once more.
 
         model: alone or inside another module (PEFT), on its device. Raises ValueError that names the weight where one is to be trained
         (`model.requires_grad_(False)` freezes all), is not finite, or is held by another kind of layer, and where another library has
-        quantised the model; nothing is changed then. Raises TypeError when the model has no dense decoder layers of this kind.
+        quantised the model; nothing is changed then. Raises TypeError when the model has no decoder layers of this kind.
         """
         return eight_bit_weights.eight_bits(self._layers_of(model), model)
 
@@ -126,6 +129,19 @@ class Interface:
         frozen, with the numbers that the codes stand for, in the dtype of before. What was rounded stays rounded. Does nothing to a model
         without such weights."""
         return eight_bit_weights.sixteen_bits(model)
+
+    def host_embeddings(self, model):
+        """Keeps the frozen embedding of a model's tokens in the host's memory, in place, and returns the model: 1.2 GB of GPT-OSS-20B, of
+        which a step reads the rows of its tokens.
+
+        Each pass looks them up on the host and copies them to the device; ids that are on a GPU have the host wait for it once a pass.
+        Call it at any time, before or after `kernelize` and `get_peft_model`; the result lies where the weight was, or where the model is
+        moved later. State dicts and `save_pretrained` have the weight as before.
+
+        model: alone or inside another module (PEFT). Raises ValueError that names the embedding where it is to be trained, tied to the
+        head, sharded, has adapters or does more than look up. Raises TypeError for a model without an embedding.
+        """
+        return host_embedding.host_embeddings(model)
 
     def explain(self, model):
         """Says which parts of a model run fused and, for the others, why not and what to do about it.

@@ -283,7 +283,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
         router, weights, options, shared, adapters = fused
         of_attention = attended, None if o is None else o[0], weight_of(after)
         of_experts = spec, options, *of_attention, recompute, shared, weight_of(behind), adapters
-        return norm_experts(x, weight_of(before), router, weights, *of_experts)
+        return norm_experts(x, weight_of(before), router, weights, *of_experts, tile_of(layer))
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
     norms = weight_of(after), weight_of(behind)

@@ -21,11 +21,10 @@ Layers = Iterable[Tuple[FusedLayer, nn.Module]]
 
 
 def _linears_of(own: FusedLayer, layer) -> List[Dict[str, nn.Module]]:
-    """The linear layers of a decoder layer whose products may be in eight bits, by name and by what they read; none of one with experts."""
+    """The linear layers of a decoder layer whose weights may be in eight bits, by name and by what they read: of one with experts, those of
+    attention and of mixers."""
     parts, family = layer.__dict__["_modules"], own.family
     block = parts[family.block]
-    if is_sparse(block):
-        return []
     found: List[Dict[str, nn.Module]] = []
 
     def add(module, part: str, *names: str) -> None:
@@ -37,7 +36,7 @@ def _linears_of(own: FusedLayer, layer) -> List[Dict[str, nn.Module]]:
     if not family.mixers and not own.calls_attention:
         add(parts[family.attention], family.attention, *family.qkv)
         add(parts[family.attention], family.attention, family.output)
-    if not own.calls_mlp:
+    if not own.calls_mlp and not is_sparse(block):
         add(block, family.block, *family.gate_up)
         add(block, family.block, family.down)
     return found
@@ -81,20 +80,22 @@ def _found(name: str, layer) -> Found:
 
 def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
     """Turns the weights of decoder layers to eight bits; see `eight_bits` of a package."""
-    names = {module: name for name, module in model.named_modules()}
+    names, layers = {module: name for name, module in model.named_modules()}, list(layers)
     groups = [(f"{names[layer]}.", group) for own, layer in layers for group in _linears_of(own, layer)]
     if not groups:
-        fail("model", f"a {type(model).__name__}", "a model with dense decoder layers of this package's families", TypeError)
+        fail("model", f"a {type(model).__name__}", "a model with decoder layers of this package's families", TypeError)
+    # No library reads codes beside experts in 16 or four bits, so there the numbers are what is saved, which all read.
+    sparse = any(is_sparse(layer.__dict__["_modules"][own.family.block]) for own, layer in layers)
     found: List[List[Found]] = []
     for prefix, group in groups:  # all of them, before anything is changed
         linears = {prefix + name: _below_adapters(linear) for name, linear in group.items()}
         found.append([_found(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])
-    configs = configs_of(model, "fp8")
+    configs = configs_of(model, "mxfp4" if sparse else "fp8")
     for of_one_input in filter(None, found):
         codes, scale = quantise_together([each.numbers() for each in of_one_input])
         for (linear, _, dtype), each in zip(of_one_input, codes):
-            EightBitLinear.take(linear, each, scale.clone(), dtype)
-    for part, config in configs:
+            EightBitLinear.take(linear, each, scale.clone(), dtype, saves_codes=not sparse)
+    for part, config in () if sparse else configs:
         setattr(config, CONFIG, _as_fine_grained(part))
         save_as_they_are(part, "Fp8Dequantize")
     return model

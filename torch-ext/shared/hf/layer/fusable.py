@@ -90,11 +90,13 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
     for part, linears in groups:
         reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in linears.items())
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
+    experts = False if is_sparse(block) else None
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
         adapted = isinstance(found, SparseBlock) and any(found.adapters)
         said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
+        experts = not isinstance(found, Reason)
     for name in family.called:
         rows.append((name, own.reason_of_called(name)))
     last, reason = rows[-1]
@@ -102,4 +104,4 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         called = Reason("node", f"the node that it would be in is also that of {last}")
         rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
     dense = () if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
-    return rows + explain_products(layer, dense, family.down, dtype, wider)
+    return rows + explain_products(layer, dense, family.down, dtype, wider, experts)

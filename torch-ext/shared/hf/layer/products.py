@@ -15,7 +15,7 @@ from ..parts.modules import SAVED
 from .checkpointing import tile_of, was_told
 
 PRODUCTS = SAVED + "products"  # on a decoder layer or its class: what apply() or kernelize() was told
-TILES = "MLP in tiles of {} tokens"  # as `explain` names it
+TILES, EXPERT_TILES = "MLP in tiles of {} tokens", "experts in tiles of {} tokens"  # as `explain` names them
 Part = Tuple[Mapping[str, nn.Module], Optional[Reason]]
 
 
@@ -30,15 +30,17 @@ def products_of(layer: nn.Module) -> str:
     return was_told(layer, PRODUCTS) or KINDS[0]
 
 
-def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, wider: bool = False) -> List[Tuple[str, Optional[Reason]]]:
+def explain_products(
+    layer: nn.Module, parts: Iterable[Part], down: str, dtype, wider: bool = False, experts: Optional[bool] = None
+) -> List[Tuple[str, Optional[Reason]]]:
     """[(products of some projections, None or why they are not in eight bits)] of a layer, and [(MLP in tiles, None or why not)]; nothing
     where it was not asked for them.
 
     parts: the projections of each part of the layer, by name, and why it is not fused. down: the name of the one that reads the activation
-    and not the norm; dtype, wider: as of `projections`.
+    and not the norm; dtype, wider: as of `projections`. experts: whether the layer's are in its node, None for a layer without.
     """
     parts = list(parts)
-    rows = _explain_tiles(layer, parts, down, dtype, wider)
+    rows = _explain_tiles(layer, parts, down, dtype, wider, experts)
     if products_of(layer) == KINDS[0]:
         return rows
     tiled = len(rows)
@@ -54,10 +56,14 @@ def explain_products(layer: nn.Module, parts: Iterable[Part], down: str, dtype, 
     return rows
 
 
-def _explain_tiles(layer: nn.Module, parts: Sequence[Part], down: str, dtype, wider: bool) -> List[Tuple[str, Optional[Reason]]]:
+def _explain_tiles(
+    layer: nn.Module, parts: Sequence[Part], down: str, dtype, wider: bool, experts: Optional[bool]
+) -> List[Tuple[str, Optional[Reason]]]:
     tile = tile_of(layer)
     if not tile:
         return []
+    if experts is not None:
+        return [(EXPERT_TILES.format(tile), None if experts else Reason("tiles", "the layer has no experts in a fused node"))]
     linears, reason = next(((linears, reason) for linears, reason in parts if down in linears), ({}, None))
     found = projections(list(linears.values()), dtype, wider) if linears and reason is None else None
     if found is None:

@@ -41,6 +41,7 @@ from ..capture.capture import is_wanted, lengths_are_captured
 from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
+from ..parts.host_embedding import HostEmbedding
 from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
@@ -53,7 +54,7 @@ UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with
 # What treats each token by itself, or holds others: of PyTorch and this package, and by the beginning of their modules' names, of other
 # libraries.
 OF_TORCH = {
-    *(nn.Linear, EightBitLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
+    *(nn.Linear, EightBitLinear, nn.Embedding, HostEmbedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
     *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
     *(Mxfp4, Nf4, Parametrizations),

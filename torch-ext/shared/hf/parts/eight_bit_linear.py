@@ -5,7 +5,8 @@
 | the parameter `codes`   | codes of e4m3 as bytes: integers, which no cast of a model changes, and which get no gradient   |
 | the buffer `scale_bits` | their scale, a power of two in float32, as an integer for the same reason                      |
 | the property `weight`   | the numbers that both stand for, made anew each time it is read, and not to be written to      |
-| in a state dict         | `weight` in float8_e4m3fn and `weight_scale_inv`, as transformers' FineGrainedFP8 has them     |
+| in a state dict         | `weight` in float8_e4m3fn and `weight_scale_inv`, as transformers' FineGrainedFP8 has them;    |
+|                         | without `saves_codes` the numbers, as `weight`                                                 |
 """
 
 from typing import List, Optional
@@ -71,23 +72,24 @@ class EightBitLinear(nn.Linear):
     codes: torch.Tensor  # [out, in] uint8
     scale_bits: torch.Tensor  # [1] int32
     dense_dtype: torch.dtype  # of `weight`, when it is read
+    saves_codes: bool
 
     @classmethod
-    def take(cls, layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    def take(cls, layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, saves_codes: bool = True) -> None:
         """Makes a torch.nn.Linear one of these, in place, which frees its weight. codes: [out, in] of e4m3; scale: [1] fp32; dtype: of
-        `weight`, when it is read."""
+        `weight`, when it is read; saves_codes: whether state dicts have the codes, or the numbers that they stand for."""
         for name in [name for name in layer._parameters if name != "bias"]:
             del layer._parameters[name]
         layer.__class__ = cls
         assert isinstance(layer, cls)
-        layer.dense_dtype = dtype
+        layer.dense_dtype, layer.saves_codes = dtype, saves_codes
         layer.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         layer.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
 
     def give_back(self) -> None:
         """Makes it a torch.nn.Linear again, whose frozen weight has the numbers that the codes stand for."""
         weight = self.in_codes().dense(self.dense_dtype)
-        del self.codes, self.scale_bits, self.dense_dtype
+        del self.codes, self.scale_bits, self.dense_dtype, self.saves_codes
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
@@ -126,8 +128,11 @@ class EightBitLinear(nn.Linear):
     # ---------------------------------------------------------------- state dicts
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = destination.pop(f"{prefix}codes").view(E4M3)
-        destination[f"{prefix}weight_scale_inv"] = self.weight_scale_inv
+        codes = destination.pop(f"{prefix}codes")
+        if not self.saves_codes:
+            destination[f"{prefix}weight"] = self.in_codes().dense(self.dense_dtype)
+            return
+        destination[f"{prefix}weight"], destination[f"{prefix}weight_scale_inv"] = codes.view(E4M3), self.weight_scale_inv
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         """Takes codes with one scale as they are, and rounds everything else anew: a weight in 16 bits, codes with scales of blocks."""

@@ -17,6 +17,7 @@ from ..model.causal_lm import why_logits_are_made
 from ..model.logits_flow import Flow
 from ..model.losses import INSIDE, Read
 from ..parts.explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
+from ..parts.host_embedding import explain_embeddings
 from ..parts.packing import GROUPS, why_apart
 from ..parts.weights import plain_weight, weight_within
 
@@ -94,6 +95,8 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         rows = explain_layer(layer, x)
         for pair in (*rows, *_why_apart(layer, rows), *explain_offload(layer)):
             found[pair] += 1
+    for pair in explain_embeddings(model):
+        found[pair] += 1
     for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
     for attention in filter(None, map(why_no_kernel, model.modules())):
