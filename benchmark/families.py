@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import compiled_peer, models, published, routing, suites, unsloth_peer, varlen_peer
-from .providers import WHEEL, is_ours, package, require_modules
+from .providers import EIGHT_BITS_OF_OURS, WHEEL, is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEVIATION = 0.02  # of every weight that is drawn
@@ -61,7 +61,7 @@ def attention_of(provider: str) -> str | None:
 # What providers of ours ask of `apply`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bastile_recompute": {"recompute_mlp": True},
-    "bastile_fp8": {"products": "fp8"},
+    **dict.fromkeys(EIGHT_BITS_OF_OURS, {"products": "fp8"}),
     "bastile_keep_attention": {"keep_attention": True},
     "bastile_trl_head": {"log_probs": False},
 }
@@ -148,7 +148,8 @@ QWEN3 = Family(
     package=suites.QWEN3.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "torchao", "torchao_rowwise",
                "liger", "liger_flex", "liger_varlen", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", "bastile_fp8", "bastile_trl_head",
+               "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", *EIGHT_BITS_OF_OURS,
+               "bastile_trl_head",
                "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
@@ -295,6 +296,6 @@ def fill_parameter(name: str, parameter: torch.Tensor, config, kind: str = routi
 
 
 def make_optimizer(model, device: str, provider: str, folder: str = "."):
-    """Return PyTorch's fused AdamW, or for "bastile_adamw" that of our package. folder: of its build.toml."""
-    adamw = package(folder).AdamW if provider == "bastile_adamw" else torch.optim.AdamW
+    """Return PyTorch's fused AdamW, or for a provider with "adamw" in its name that of our package. folder: of its build.toml."""
+    adamw = package(folder).AdamW if provider.endswith("_adamw") else torch.optim.AdamW
     return adamw([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5, fused=device.startswith("cuda"))

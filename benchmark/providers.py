@@ -59,12 +59,22 @@ PROVIDERS = {
         "Bastile, keep_attention", {"color": "#D55E00", "marker": "<", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
     ),
     "bastile_fp8": Provider("Bastile in eight bits", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}),
+    "bastile_fp8_adamw": Provider(
+        "Bastile in eight bits, with its AdamW", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
+    ),
+    "bastile_fp8_captured": Provider(
+        "Bastile in eight bits, captured", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": ":"}
+    ),
+    "bastile_fp8_frozen": Provider(
+        "Bastile in eight bits, frozen weights too", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3}
+    ),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
     "bastile_trl_head": Provider("Bastile with TRL's head", {"color": "#D55E00", "marker": "p", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),
 }
-EIGHT_BITS = frozenset({"torchao", "torchao_rowwise", "bastile_fp8"})  # whose steps stand beside each other, in results of their own
+EIGHT_BITS_OF_OURS = tuple(name for name in PROVIDERS if name.startswith("bastile_fp8"))
+EIGHT_BITS = frozenset({"torchao", "torchao_rowwise", *EIGHT_BITS_OF_OURS})  # whose steps stand beside each other, in results of their own
 FLOOR = "floor"  # no provider: what the bytes or the FLOPs alone take
 FLOOR_STYLE = {"color": "black", "linestyle": ":", "linewidth": 1}
 

@@ -35,6 +35,8 @@ from .step_results import Results
 from .stepping import Form, Recipe, Stepper, child
 from .trl_losses import LOSSES, ROWS
 
+CAPTURED = ("bastile_captured", "bastile_fp8_captured")
+FROZEN = "bastile_fp8_frozen"
 BEFORE_TRANSFORMERS = ("unsloth",)  # what must be imported first
 TRL_PROVIDERS = ("huggingface", "liger", "bastile_trl_head", "bastile")  # of a loss of TRL, unless told otherwise
 
@@ -140,6 +142,8 @@ def build(args) -> Stepper:
     families.fill(model, kind=recipe.routing)
     if family.by_model and is_ours(args.child):
         package(family.package).kernelize(model)
+    if args.child == FROZEN:
+        package(family.package).eight_bits(model.requires_grad_(False))
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
     families.fill(model, "lora_")
     if recipe_of_torchao := compiled_peer.RECIPES.get(args.child):
@@ -148,7 +152,7 @@ def build(args) -> Stepper:
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     begin = compiled_peer.compile_layers if args.child in compiled_peer.RECIPES else None
-    if args.child == "bastile_captured":
+    if args.child in CAPTURED:
         begin = package(family.package).capture
     form, parts = form_of(args), getattr(args, "parts", False)
     return Stepper(model, optimizer, args.device, model.config.get_text_config().vocab_size, 0, form, recipe.autocast, begin, loss, parts)
@@ -179,7 +183,9 @@ def main(
         p.error(f"argument --providers: {', '.join(sorted(found))} compile no checkpoints; leave them out, or --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
-    if recipe.loss and (form.name or {*compiled_peer.RECIPES, "bastile_captured", "unsloth"} & set(args.providers)):
+    if FROZEN in args.providers and not recipe.lora:
+        p.error(f"argument --providers: {FROZEN} trains adapters over frozen weights; leave it out, or ask for --lora")
+    if recipe.loss and (form.name or {*compiled_peer.RECIPES, *CAPTURED, "unsloth"} & set(args.providers)):
         p.error("argument --loss: a trainer of TRL has its own batches, which are not compiled, captured or Unsloth's; leave these out")
     if recipe.loss and min(args.tokens) < 2 * ROWS:
         p.error(f"argument --tokens: {min(args.tokens)}, expected at least {2 * ROWS} for the rows of --loss")
