@@ -31,7 +31,8 @@ APART = 0.02  # nats between two providers' losses of one step, in bf16
 
 
 class Case(NamedTuple):
-    """A model that is measured. arguments: of steps.py; shows: the table; seconds: what three rounds of two lengths take on an H200."""
+    """A model that is measured. arguments: of steps.py; shows: the table; seconds: what three rounds of two lengths take on an H200, for
+    Mixtral most of them while Triton tries forms of Liger's experts."""
 
     arguments: tuple[str, ...]
     shows: str
@@ -41,8 +42,8 @@ class Case(NamedTuple):
 PEERS = ("--providers", "huggingface,liger,bastile")
 CASES = {
     "gemma_4": Case(("--model", "gemma_4_e2b", "--lora", "16", *PEERS), "gemma_4_step_lora_16", 110),
-    "mixtral": Case(("--model", "mixtral_8x7b", *PEERS), "mixtral_step", 75),
-    "glm": Case(("--model", "glm_4.5_air", "--providers", "huggingface,bastile"), "glm_step", 60),
+    "mixtral": Case(("--model", "mixtral_8x7b", "--providers", "huggingface,liger,bastile,bastile_adamw"), "mixtral_step", 500),
+    "glm": Case(("--model", "glm_4.5_air", "--providers", "huggingface,bastile,bastile_adamw"), "glm_step", 80),
     "qwen3_vl": Case(("--model", "qwen3_vl_8b", "--layers", "12", "--lora", "16", *PEERS), "dense_step_lora_16", 75),
 }
 SMALL = {"gemma_4": "gemma_4_tiny", "mixtral": "mixtral_tiny", "glm": "glm_4.5_tiny", "qwen3_vl": "qwen3_vl_tiny"}
