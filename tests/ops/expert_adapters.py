@@ -195,7 +195,7 @@ MUTANTS = [
          ("gated, rows, dlow", "2 * gated, rows, dlow"),
          ("rows, dgate_up, dlow", "2 * rows, dgate_up, dlow")),
     *errors_in(_SPARSE, "adapted", "_adapters", ("zip(tensors.factors, spec.scalings)", "zip(tensors.factors, spec.scalings[::-1])")),
-    *errors_in(_SPARSE, "adapted", "_forward", ("routing, groups, of_down)", "routing, groups, None)")),
+    *errors_in(_SPARSE, "adapted", "_forward", ("routing, groups, factors)", "routing, groups, factors._replace(down=None))")),
     *errors_in(_SPARSE, "adapted", "_gradients",
          ("or any(need_factors.gate_up) or", "or", "adapted_frozen"),
          ("spec.gate.transposed, factors.gate_up)", "spec.gate.transposed)", "adapted_again"),
