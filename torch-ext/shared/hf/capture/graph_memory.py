@@ -21,6 +21,8 @@ class Memory:
         self._buffers: Dict[tuple, torch.Tensor] = {}  # what graphs read
         self._homes: Dict[tuple, torch.Tensor] = {}  # what graphs wrote first, in their pool, to which others copy
         self._gradients: Dict[tuple, Tuple[Any, torch.Tensor]] = {}  # (weakly, a parameter; its gradient's home)
+        self.gradients_stay = False  # whether a pass began with gradients of the one before, as they accumulate
+        self._moved: Any = None  # one of the parameters whose gradients the last backward pass moved, weakly
 
     def buffer(self, name: Any, like: torch.Tensor) -> torch.Tensor:
         """Memory to read a tensor from, like `like`, the same for every size that has room in it. Made outside of recordings."""
@@ -63,6 +65,19 @@ class Memory:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from earlier passes out of the memory that graphs write."""
+        moved, last, self._moved = self._move(), self._moved, None
+        if moved:
+            self.gradients_stay = True
+        elif last is not None and getattr(last(), "grad", None) is None:
+            self.gradients_stay = False
+
+    def end_backward(self) -> None:
+        """Does the same where the next pass would most likely have to: now the device still works on this one, while then it would wait."""
+        if self.gradients_stay:
+            self._moved = self._move() or self._moved
+
+    def _move(self) -> Optional[weakref.ref]:
+        """Moves them, and returns one of the parameters, weakly; None where there was nothing to move."""
         held: List[Tuple[nn.Parameter, torch.Tensor]] = []
         for key, (reference, home) in list(self._gradients.items()):
             parameter = reference()
@@ -71,7 +86,8 @@ class Memory:
                 self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
             else:
                 held.append((parameter, home))
-        move_gradients(held)
+        moved = move_gradients(held)
+        return None if moved is None else weakref.ref(moved)
 
     def forget_pool(self) -> None:
         """Lets go what lies in a pool that no graph uses any more."""
@@ -79,17 +95,16 @@ class Memory:
         self._gradients.clear()
 
 
-def move_gradients(held: Iterable[Tuple[nn.Parameter, Optional[torch.Tensor]]]) -> None:
+def move_gradients(held: Iterable[Tuple[nn.Parameter, Optional[torch.Tensor]]]) -> Optional[nn.Parameter]:
     """Moves the gradients that lie where graphs write into other memory, in few launches. held: parameters, each with the tensor that the
-    graphs write."""
-    moved = [
-        (parameter, parameter.grad)
-        for parameter, home in held
-        if home is not None and parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr()
-    ]
-    copies = torch._foreach_mul([gradient for _, gradient in moved], 1) if moved else ()
-    for (parameter, _), gradient in zip(moved, copies):
+    graphs write. Returns one of the parameters whose gradient was moved."""
+    given = [(parameter, parameter.grad, home) for parameter, home in held]
+    moved = [(p, grad) for p, grad, home in given if grad is not None and home is not None and grad.data_ptr() == home.data_ptr()]
+    if not moved:
+        return None
+    for (parameter, _), gradient in zip(moved, torch._foreach_mul([gradient for _, gradient in moved], 1)):
         parameter.grad = gradient
+    return moved[0][0]
 
 
 class InputBuffer:

@@ -13,10 +13,11 @@ add exactly nothing to any gradient.
 """
 
 import contextlib
+import itertools
 import operator
 import threading
 import weakref
-from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -41,7 +42,8 @@ from ..capture.capture import is_wanted, lengths_are_captured
 from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
-from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
+from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
+from ..parts.tree import tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
 
@@ -118,29 +120,33 @@ def _as_it_was(cls: Any) -> Any:
     return cls.__mro__[1] if cls.__module__ == parametrize.__name__ and cls.__mro__[1] is not nn.ModuleList else cls
 
 
-def _may_see_padding(modules) -> bool:
-    """True if one of a decoder's modules, the decoder first, may do something to padding or to a whole row that its result shows."""
-    modeling = _as_it_was(type(modules[0])).__module__
-    kinds = {type(module) for module in modules}
-    if _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds):
+def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
+    """True if one of a decoder's modules may do something to padding or to a whole row that its result shows. embedding: the decoder's,
+    which sees the whole batch."""
+    tree, modeling = tree_of(decoder, embedding), _as_it_was(type(decoder)).__module__
+    kinds = list(map(type, tree.modules))
+    each = {type(decoder), *kinds}
+    if _is_listened_to([vars(decoder), *tree.states]) or not all(_is_known(cls, modeling) for cls in each):
         return True
-    asked = {cls for cls in kinds if cls.__module__.startswith(ASKED_EACH)}
-    return bool(asked) and any(_may_average(module) for module in modules if type(module) in asked)
+    asked = {cls for cls in each if cls.__module__.startswith(ASKED_EACH)}
+    return bool(asked) and any(map(_may_average, itertools.compress(tree.states, map(asked.__contains__, kinds))))
 
 
-def _may_average(module) -> bool:
-    """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens."""
-    state = module.__dict__
+def _may_average(state: Dict[str, Any]) -> bool:
+    """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens. state: the
+    attributes of a module."""
     variants, eight_bits = state.get("lora_variant"), state.get("state")
     unknown = variants and not all(type(variant).__name__.startswith(VARIANTS) for variant in variants.values())
     return bool(unknown or getattr(eight_bits, "threshold", 0))
 
 
-def _is_listened_to(modules) -> bool:
-    """True if one of the modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
-    around one; or if one was given a forward that is not ours."""
-    states = [module.__dict__ for module in modules]
-    if any("_hf_hook" in state or "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)) for state in states):
+def _is_listened_to(states: List[Dict[str, Any]]) -> bool:
+    """True if one of some modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
+    around one; or if one was given a forward that is not ours. states: the attributes of each."""
+    bound = [forward for forward in map(dict.get, states, itertools.repeat("forward")) if forward is not None]
+    if not all(is_marked(getattr(forward, "__func__", None)) for forward in bound):
+        return True
+    if any(map(operator.contains, states, itertools.repeat("_hf_hook"))):
         return True
     for backward, backward_pre, *forward in filter(any, map(_HOOKS, states)):
         if backward or backward_pre:
@@ -252,7 +258,7 @@ def without_padding(
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
-    if _may_see_padding(modules_of(decoder, embedding)):
+    if _may_see_padding(decoder, embedding):
         return kwargs, None
     keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
     if alone and keeps:
