@@ -15,7 +15,7 @@ from torch import nn
 
 from ..parts.binding import BoundMethod
 from ..parts.modules import decoder_of, is_defined_by
-from ..parts.tree import TREE, Tree, tree_of
+from ..parts.tree import TREE, keep_tree, tree_of
 
 _TRAIN, _TRAINING, _NEEDS_GRAD = nn.Module.train, operator.itemgetter("training"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
@@ -62,8 +62,10 @@ def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
 def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """`num_parameters` of transformers."""
     tree = tree_of(self)
-    left_out = {id(module._parameters.get("weight")) for module in tree.embeddings()} if exclude_embeddings else ()
-    counted = [parameter for parameter in tree.parameters(self) if id(parameter) not in left_out]
+    counted = tree.parameters(self)
+    if exclude_embeddings:
+        left_out = {id(module._parameters.get("weight")) for module in tree.embeddings}
+        counted = [parameter for parameter in counted if id(parameter) not in left_out]
     return sum(map(torch.Tensor.numel, filter(_NEEDS_GRAD, counted) if only_trainable else counted))
 
 
@@ -88,7 +90,7 @@ def answer(model: nn.Module) -> None:
             vars(model)[method.__name__] = BoundMethod(method, model)
     for each in (model, decoder_of(model)):
         if each is not None:
-            vars(each)[TREE] = Tree()
+            keep_tree(each)
 
 
 def take_back(model: nn.Module) -> None:

@@ -5,14 +5,17 @@ free what the ones before it needed only while they ran. What has to stay where 
 (`InputBuffer`), and what layers return, its gradients and those of weights (`Memory.settled`).
 """
 
+import itertools
+import operator
 import weakref
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ...runtime.device import version_of
 
+_GRADIENT = operator.attrgetter("grad")
 
 class Memory:
     """The memory that the graphs of a model share."""
@@ -78,15 +81,14 @@ class Memory:
 
     def _move(self) -> Optional[weakref.ref]:
         """Moves them, and returns one of the parameters, weakly; None where there was nothing to move."""
-        held: List[Tuple[nn.Parameter, torch.Tensor]] = []
-        for key, (reference, home) in list(self._gradients.items()):
-            parameter = reference()
-            if parameter is None:
-                del self._gradients[key]
-                self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
-            else:
-                held.append((parameter, home))
-        moved = move_gradients(held)
+        references, homes = zip(*self._gradients.values()) if self._gradients else ((), ())
+        parameters = list(map(weakref.ref.__call__, references))
+        if any(map(operator.is_, parameters, itertools.repeat(None))):
+            gone = [key for key, parameter in zip(self._gradients, parameters) if parameter is None]
+            forgotten = {id(self._gradients.pop(key)[1]) for key in gone}
+            self._homes = {name: tensor for name, tensor in self._homes.items() if id(tensor) not in forgotten}
+            return self._move()
+        moved = move_gradients(parameters, homes)
         return None if moved is None else weakref.ref(moved)
 
     def forget_pool(self) -> None:
@@ -95,11 +97,12 @@ class Memory:
         self._gradients.clear()
 
 
-def move_gradients(held: Iterable[Tuple[nn.Parameter, Optional[torch.Tensor]]]) -> Optional[nn.Parameter]:
-    """Moves the gradients that lie where graphs write into other memory, in few launches. held: parameters, each with the tensor that the
-    graphs write. Returns one of the parameters whose gradient was moved."""
-    given = [(parameter, parameter.grad, home) for parameter, home in held]
-    moved = [(p, grad) for p, grad, home in given if grad is not None and home is not None and grad.data_ptr() == home.data_ptr()]
+def move_gradients(parameters: Sequence[nn.Parameter], homes: Sequence[Optional[torch.Tensor]]) -> Optional[nn.Parameter]:
+    """Moves the gradients that lie where graphs write into other memory, in few launches. homes: what the graphs write for each parameter.
+    Returns one of the parameters whose gradient was moved."""
+    gradients = list(map(_GRADIENT, parameters))
+    each = itertools.compress(zip(parameters, gradients, homes), map(operator.is_not, gradients, itertools.repeat(None)))
+    moved = [(parameter, grad) for parameter, grad, home in each if home is not None and grad.data_ptr() == home.data_ptr()]
     if not moved:
         return None
     for (parameter, _), gradient in zip(moved, torch._foreach_mul([gradient for _, gradient in moved], 1)):

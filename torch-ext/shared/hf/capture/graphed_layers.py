@@ -162,7 +162,7 @@ class GraphedLayers:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""
-        move_gradients(zip(self.parameters, self.gradients))
+        move_gradients(self.parameters, self.gradients)
 
     def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
         """(the gradient of x, those of the parameters) where not only the last layer's output has one.

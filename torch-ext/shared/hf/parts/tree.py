@@ -3,7 +3,7 @@
 
 import itertools
 import operator
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
@@ -11,7 +11,8 @@ from .modules import SAVED, modules_of
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
 _MODULES, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
-_values = itertools.chain.from_iterable
+HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_each = itertools.chain.from_iterable
 
 
 class NotCopied:
@@ -24,57 +25,52 @@ class NotCopied:
         return (type(None), ())
 
 
+class _Held:
+    """What some dictionaries hold, and whether they still do. They are compared in C."""
+
+    def __init__(self, owners: Iterable[dict]):
+        self._owners = list(owners)
+        self._sizes = list(map(len, self._owners))
+        self._filled = list(filter(None, self._owners))
+        self.values = list(_each(map(dict.values, self._filled)))
+
+    def is_same(self) -> bool:
+        if list(map(len, self._owners)) != self._sizes:
+            return False
+        return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
+
+
 class Tree(NotCopied):
     """What is in a module. It stands on that module, and so refers to what is below it alone: a cycle would wait for Python's cyclic
-    garbage collector.
+    garbage collector. A module's own dictionaries, such as that of its hooks, are taken to stay the objects that they are.
 
-    modules: what is below, each once; states: the attributes of each.
+    modules: what is below, each once; states: the attributes of each; hooks: the dictionaries of the hooks of each.
     """
 
-    def __init__(self) -> None:
-        self._without: Tuple[nn.Module, ...] = ()
-        self._sized: List[dict] = []  # all that hold modules and parameters
-        self._sizes: List[int] = []
-        self._filled: List[dict] = []  # those of them that hold any
-        self._held: list = []
-        self._parameters: Optional[List[nn.Parameter]] = None
-        self._embeddings: Optional[List[nn.Module]] = None
-
-    def look_over(self, root: nn.Module, *without: nn.Module) -> "Tree":
-        """The tree as it is now. root: the module on which it stands; without: modules to leave out with what is in them."""
-        if not (self._sized and self._sized[0] is root._modules and self._sized[1] is root._parameters and self._is_same(without)):
-            self.walk(root, *without)
-            each: List[nn.Module] = [root, *self.modules]
-            self._sized = list(_values(zip(map(_MODULES, each), map(_PARAMETERS, each))))
-            self._sizes = list(map(len, self._sized))
-            self._filled = list(filter(None, self._sized))
-            self._held = list(_values(map(dict.values, self._filled)))
-        return self
-
-    def walk(self, root: nn.Module, *without: nn.Module) -> "Tree":
-        """Finds everything anew."""
-        self._without, self._parameters, self._embeddings = without, None, None
+    def __init__(self, root: nn.Module, without: Tuple[nn.Module, ...]):
+        self.without, self._below, self._own = without, root._modules, root._parameters
         self.modules = modules_of(root, *without)[1:]
         self.states = list(map(vars, self.modules))
-        return self
+        self.hooks = list(_each(map(HOOKS, self.states)))
+        self._found: Optional[_Held] = None  # modules
+        self._held: Optional[_Held] = None  # parameters, in no order
+        self._parameters: List[nn.Parameter] = []
+        self.embeddings: List[nn.Module] = []
 
-    def _is_same(self, without: Tuple[nn.Module, ...]) -> bool:
-        """Tells whether the modules still hold the same ones and the same parameters. They are compared in C."""
-        if self._without != without or list(map(len, self._sized)) != self._sizes:
+    def is_of(self, root: nn.Module, without: Tuple[nn.Module, ...]) -> bool:
+        """Tells whether another walk would find the same modules."""
+        if self.without != without or self._below is not root._modules or self._own is not root._parameters:
             return False
-        return all(map(operator.is_, _values(map(dict.values, self._filled)), self._held))
+        if self._found is None:
+            self._found = _Held([root._modules, *map(_MODULES, self.modules)])
+        return self._found.is_same()
 
     def parameters(self, root: nn.Module) -> List[nn.Parameter]:
-        """Those of the module on which it stands, in PyTorch's order."""
-        if self._parameters is None:
-            self._parameters = _parameters_of(root)
+        """The parameters of the module on which it stands, in PyTorch's order."""
+        if self._held is None or not self._held.is_same():
+            self._held, self._parameters = _Held([root._parameters, *map(_PARAMETERS, self.modules)]), _parameters_of(root)
+            self.embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
         return self._parameters
-
-    def embeddings(self) -> List[nn.Module]:
-        """The modules that look tokens up."""
-        if self._embeddings is None:
-            self._embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
-        return self._embeddings
 
 
 def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
@@ -94,7 +90,19 @@ def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
     return list(found.values())
 
 
+def keep_tree(root: nn.Module) -> None:
+    """Keeps the tree of a module from now on."""
+    vars(root)[TREE] = None
+
+
 def tree_of(root: nn.Module, *without: nn.Module) -> Tree:
-    """The tree of a module, found anew unless it stands there. without: as in `Tree.look_over`."""
+    """The tree of a module as it is now: a kept one that is still right, or a new one. without: modules to leave out with what is in
+    them."""
     kept = vars(root).get(TREE)
-    return Tree().walk(root, *without) if kept is None else kept.look_over(root, *without)
+    if kept is not None and kept.is_of(root, without):
+        return kept
+    tree = Tree(root, without)
+    if TREE in vars(root):
+        tree.is_of(root, without)
+        vars(root)[TREE] = tree
+    return tree
