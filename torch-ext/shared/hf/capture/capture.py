@@ -22,6 +22,7 @@ from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
 from ..parts.modules import LAYER
+from ..parts.tree import NotCopied
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
 from .graph_memory import Memory
@@ -37,17 +38,7 @@ LARGER = 1.5  # times what a pool began with: larger sizes find no room in the p
 KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
 
 
-class _NotCopied:
-    """Becomes None in a copy of what holds it (copy.deepcopy, pickle): a copied model runs as before."""
-
-    def __deepcopy__(self, memo):
-        return None
-
-    def __reduce__(self):
-        return (type(None), ())
-
-
-class Model(_NotCopied):
+class Model(NotCopied):
     """The layers of a model, the shapes that are to be replayed, and the kinds of passes that came."""
 
     def __init__(self, layers: List[nn.Module]):
@@ -155,7 +146,7 @@ class Model(_NotCopied):
         return self.kinds.setdefault(key, Kind(self))
 
 
-class Place(_NotCopied):
+class Place(NotCopied):
     """A layer's place in its model."""
 
     def __init__(self, model: Model, index: int):

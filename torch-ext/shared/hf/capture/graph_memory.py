@@ -5,14 +5,17 @@ free what the ones before it needed only while they ran. What has to stay where 
 (`InputBuffer`), and what layers return, its gradients and those of weights (`Memory.settled`).
 """
 
+import itertools
+import operator
 import weakref
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ...runtime.device import version_of
 
+_GRADIENT = operator.attrgetter("grad")
 
 class Memory:
     """The memory that the graphs of a model share."""
@@ -21,6 +24,8 @@ class Memory:
         self._buffers: Dict[tuple, torch.Tensor] = {}  # what graphs read
         self._homes: Dict[tuple, torch.Tensor] = {}  # what graphs wrote first, in their pool, to which others copy
         self._gradients: Dict[tuple, Tuple[Any, torch.Tensor]] = {}  # (weakly, a parameter; its gradient's home)
+        self.gradients_stay = False  # whether a pass began with gradients of the one before, as they accumulate
+        self._moved: Any = None  # one of the parameters whose gradients the last backward pass moved, weakly
 
     def buffer(self, name: Any, like: torch.Tensor) -> torch.Tensor:
         """Memory to read a tensor from, like `like`, the same for every size that has room in it. Made outside of recordings."""
@@ -63,15 +68,28 @@ class Memory:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from earlier passes out of the memory that graphs write."""
-        held: List[Tuple[nn.Parameter, torch.Tensor]] = []
-        for key, (reference, home) in list(self._gradients.items()):
-            parameter = reference()
-            if parameter is None:
-                del self._gradients[key]
-                self._homes = {name: tensor for name, tensor in self._homes.items() if tensor is not home}
-            else:
-                held.append((parameter, home))
-        move_gradients(held)
+        moved, last, self._moved = self._move(), self._moved, None
+        if moved:
+            self.gradients_stay = True
+        elif last is not None and getattr(last(), "grad", None) is None:
+            self.gradients_stay = False
+
+    def end_backward(self) -> None:
+        """Does the same where the next pass would most likely have to: now the device still works on this one, while then it would wait."""
+        if self.gradients_stay:
+            self._moved = self._move() or self._moved
+
+    def _move(self) -> Optional[weakref.ref]:
+        """Moves them, and returns one of the parameters, weakly; None where there was nothing to move."""
+        references, homes = zip(*self._gradients.values()) if self._gradients else ((), ())
+        parameters = list(map(weakref.ref.__call__, references))
+        if any(map(operator.is_, parameters, itertools.repeat(None))):
+            gone = [key for key, parameter in zip(self._gradients, parameters) if parameter is None]
+            forgotten = {id(self._gradients.pop(key)[1]) for key in gone}
+            self._homes = {name: tensor for name, tensor in self._homes.items() if id(tensor) not in forgotten}
+            return self._move()
+        moved = move_gradients(parameters, homes)
+        return None if moved is None else weakref.ref(moved)
 
     def forget_pool(self) -> None:
         """Lets go what lies in a pool that no graph uses any more."""
@@ -79,17 +97,17 @@ class Memory:
         self._gradients.clear()
 
 
-def move_gradients(held: Iterable[Tuple[nn.Parameter, Optional[torch.Tensor]]]) -> None:
-    """Moves the gradients that lie where graphs write into other memory, in few launches. held: parameters, each with the tensor that the
-    graphs write."""
-    moved = [
-        (parameter, parameter.grad)
-        for parameter, home in held
-        if home is not None and parameter.grad is not None and parameter.grad.data_ptr() == home.data_ptr()
-    ]
-    copies = torch._foreach_mul([gradient for _, gradient in moved], 1) if moved else ()
-    for (parameter, _), gradient in zip(moved, copies):
+def move_gradients(parameters: Sequence[nn.Parameter], homes: Sequence[Optional[torch.Tensor]]) -> Optional[nn.Parameter]:
+    """Moves the gradients that lie where graphs write into other memory, in few launches. homes: what the graphs write for each parameter.
+    Returns one of the parameters whose gradient was moved."""
+    gradients = list(map(_GRADIENT, parameters))
+    each = itertools.compress(zip(parameters, gradients, homes), map(operator.is_not, gradients, itertools.repeat(None)))
+    moved = [(parameter, grad) for parameter, grad, home in each if home is not None and grad.data_ptr() == home.data_ptr()]
+    if not moved:
+        return None
+    for (parameter, _), gradient in zip(moved, torch._foreach_mul([gradient for _, gradient in moved], 1)):
         parameter.grad = gradient
+    return moved[0][0]
 
 
 class InputBuffer:

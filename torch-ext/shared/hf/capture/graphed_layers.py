@@ -51,6 +51,12 @@ class _Ticket:
     __del__ = close
 
 
+def _end_backward(ticket: _Ticket, memory: Memory) -> None:
+    ticket.close()
+    if not ticket.waiting:
+        memory.end_backward()
+
+
 class Observed(NamedTuple):
     """What a layer got in an observed pass.
 
@@ -156,7 +162,7 @@ class GraphedLayers:
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""
-        move_gradients(zip(self.parameters, self.gradients))
+        move_gradients(self.parameters, self.gradients)
 
     def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
         """(the gradient of x, those of the parameters) where not only the last layer's output has one.
@@ -264,7 +270,7 @@ class _Replay(torch.autograd.Function):
             )
         ctx.ticket = None
         # Until the backward pass has ended, gradients that autograd has yet to add to the parameters' lie in the graphs' memory.
-        torch.autograd.Variable._execution_engine.queue_callback(ticket.close)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_backward, ticket, unit.memory))
         *inner, dout = douts
         if any(gradient is not None for gradient in inner):
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)

@@ -13,10 +13,11 @@ add exactly nothing to any gradient.
 """
 
 import contextlib
+import itertools
 import operator
 import threading
 import weakref
-from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -42,7 +43,8 @@ from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.host_embedding import HostEmbedding
-from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, modules_of, own_forward
+from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
+from ..parts.tree import HOOKS, tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
 
@@ -77,7 +79,6 @@ OF_PEFT = [["peft", "tuners", name] for name in TUNERS]
 VARIANTS = "Dora", "QALora", "BdLora", "Kasa"
 ASKED_EACH = "peft.tuners.lora.", "bitsandbytes."  # of whose classes one module may do so and another may not
 NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
-_HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _no_forward = nn.Module.forward
 FEW = 4  # lengths of single rows, after which more are expected
 _lengths: MutableMapping = weakref.WeakKeyDictionary()  # by decoder: the first few of its single rows
@@ -119,31 +120,38 @@ def _as_it_was(cls: Any) -> Any:
     return cls.__mro__[1] if cls.__module__ == parametrize.__name__ and cls.__mro__[1] is not nn.ModuleList else cls
 
 
-def _may_see_padding(modules) -> bool:
-    """True if one of a decoder's modules, the decoder first, may do something to padding or to a whole row that its result shows."""
-    modeling = _as_it_was(type(modules[0])).__module__
-    kinds = {type(module) for module in modules}
-    if _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds):
+def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
+    """True if one of a decoder's modules may do something to padding or to a whole row that its result shows. embedding: the decoder's,
+    which sees the whole batch."""
+    tree, modeling = tree_of(decoder, embedding), _as_it_was(type(decoder)).__module__
+    kinds = list(map(type, tree.modules))
+    each = {type(decoder), *kinds}
+    if _is_listened_to([vars(decoder), *tree.states], tree.hooks) or not all(_is_known(cls, modeling) for cls in each):
         return True
-    asked = {cls for cls in kinds if cls.__module__.startswith(ASKED_EACH)}
-    return bool(asked) and any(_may_average(module) for module in modules if type(module) in asked)
+    asked = {cls for cls in each if cls.__module__.startswith(ASKED_EACH)}
+    return bool(asked) and any(map(_may_average, itertools.compress(tree.states, map(asked.__contains__, kinds))))
 
 
-def _may_average(module) -> bool:
-    """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens."""
-    state = module.__dict__
+def _may_average(state: Dict[str, Any]) -> bool:
+    """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens. state: the
+    attributes of a module."""
     variants, eight_bits = state.get("lora_variant"), state.get("state")
     unknown = variants and not all(type(variant).__name__.startswith(VARIANTS) for variant in variants.values())
     return bool(unknown or getattr(eight_bits, "threshold", 0))
 
 
-def _is_listened_to(modules) -> bool:
-    """True if one of the modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
-    around one; or if one was given a forward that is not ours."""
-    states = [module.__dict__ for module in modules]
-    if any("_hf_hook" in state or "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)) for state in states):
+def _is_listened_to(states: List[Dict[str, Any]], hooks: Iterable[dict]) -> bool:
+    """True if one of some modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
+    around one; or if one was given a forward that is not ours. states: the attributes of each, the first one's hooks among them; hooks: of
+    the others."""
+    bound = [forward for forward in map(dict.get, states, itertools.repeat("forward")) if forward is not None]
+    if not all(is_marked(getattr(forward, "__func__", None)) for forward in bound):
         return True
-    for backward, backward_pre, *forward in filter(any, map(_HOOKS, states)):
+    if any(map(operator.contains, states, itertools.repeat("_hf_hook"))):
+        return True
+    if not any(hooks) and not any(HOOKS(states[0])):
+        return False
+    for backward, backward_pre, *forward in filter(any, map(HOOKS, states)):
         if backward or backward_pre:
             return True
         for hook in (hook for hooks in forward for hook in hooks.values()):
@@ -152,12 +160,13 @@ def _is_listened_to(modules) -> bool:
     return False
 
 
-def _only_the_loss_is_read(model, kwargs, options) -> bool:
-    """True where a causal LM uses our attention, and its caller sees nothing that the decoder returns for a token without a label."""
+def _only_the_loss_is_read(model, kwargs, options, chosen: bool) -> bool:
+    """True where a causal LM uses our attention, and its caller sees nothing that the decoder returns for a token without a label. chosen:
+    whether the attention was chosen in this pass."""
     decoder = decoder_of(model)
     if torch.compiler.is_compiling() or hasattr(decoder.config, "text_config"):  # whose positions are counted in the batch's shape
         return False
-    if is_marked(own_forward(decoder)):
+    if not chosen and is_marked(own_forward(decoder)):
         choose_attention(decoder)  # which it does itself, after this first look at its configuration
     config = decoder.config
     if config._attn_implementation != ATTENTION or not are_defaults_own(config) or exchange_of(config) is not None:
@@ -219,7 +228,7 @@ def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def without_padding(
-    model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]
+    model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any], chosen: bool = False
 ) -> Tuple[Dict[str, Any], Optional[torch.Tensor]]:
     """Changes the arguments of a causal LM's forward so that the same loss comes from one row of tokens, none of them padding. If the batch
     has to keep its shape, they get masks by which attention skips the padding. They stay as they are if there is no padding, or if the
@@ -232,6 +241,7 @@ def without_padding(
         target: [batch * tokens], for each token the label of the next one.
         kwargs: the arguments of the forward.
         options: of the loss.
+        chosen: whether the decoder's attention was chosen in this pass.
 
     Returns:
         The arguments, and the places of the row's first tokens among batch * tokens, None where there is no such row. The others are
@@ -240,7 +250,7 @@ def without_padding(
     ids, embeds, positions = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("position_ids")
     mask: Any = kwargs.get("attention_mask")
     given: Any = ids if embeds is None else embeds
-    if not may_change(kwargs) or not _only_the_loss_is_read(model, kwargs, options):
+    if not may_change(kwargs) or not _only_the_loss_is_read(model, kwargs, options, chosen):
         return kwargs, None
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
     alone = batch == 1 and (mask is None or bool(mask.all()))
@@ -253,7 +263,7 @@ def without_padding(
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
-    if _may_see_padding(modules_of(decoder, embedding)):
+    if _may_see_padding(decoder, embedding):
         return kwargs, None
     keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
     if alone and keeps:
@@ -310,12 +320,13 @@ def only_labels_are_read(causal_lm, target: torch.Tensor, ignore_index: int = -1
 
 
 def left_out_of_decoder(decoder, kwargs: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[torch.Tensor]]:
-    """`without_padding` of a decoder that is called inside of `only_labels_are_read`; anywhere else the arguments stay as they are."""
+    """`without_padding` of a decoder that is called inside of `only_labels_are_read`; anywhere else the arguments stay as they are. Its
+    attention was chosen before."""
     read = vars(decoder).get(READ)
     if read is None or read.thread != threading.get_ident() or kwargs.get("return_dict") is False or not decoder.config.return_dict:
         return kwargs, None
     given = {name: value for name, value in kwargs.items() if value is not None}
-    return without_padding(read.causal_lm, read.target, read.ignore_index, given, {})
+    return without_padding(read.causal_lm, read.target, read.ignore_index, given, {}, chosen=True)
 
 
 def put_back(output, seen: torch.Tensor, shape: torch.Size):
