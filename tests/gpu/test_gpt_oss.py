@@ -63,6 +63,20 @@ def test_numbers_of_four_bits(gpt_oss):
     four_bits.check_parts(gpt_oss, DEVICE, experts=4, rows=5760, columns=2880)
     four_bits.check_coded_gemm(gpt_oss, DEVICE, (300, 0, 129, 160), 2880, 5760)
     four_bits.check_coded_experts_in_parts(gpt_oss, DEVICE, gpt_oss=True)
+    four_bits.check_coded_experts(gpt_oss, DEVICE, gpt_oss=True, tokens=200, tile=64)
+
+
+def test_weights_in_codes_and_an_embedding_on_the_host(gpt_oss):
+    """Experts in MXFP4, attention in e4m3: the loss of the same numbers in bf16, with the whole embedding on the device."""
+    model = tiny_gpt_oss(torch.bfloat16, intermediate_size=64).requires_grad_(False).to(DEVICE)
+    gpt_oss.host_embeddings(gpt_oss.four_bits(gpt_oss.eight_bits(model)))
+    plain = tiny_gpt_oss(torch.bfloat16, intermediate_size=64).requires_grad_(False).to(DEVICE)
+    gpt_oss.sixteen_bits(gpt_oss.four_bits(gpt_oss.eight_bits(plain)))
+    assert model.device.type == DEVICE and not model.get_input_embeddings().weight.is_cuda
+    embedded = model.get_input_embeddings()(TOKENS.to(DEVICE))
+    assert torch.equal(embedded, plain.get_input_embeddings()(TOKENS.to(DEVICE)))
+    losses = [gpt_oss.kernelize(each)(input_ids=TOKENS.to(DEVICE), labels=TOKENS.to(DEVICE)).loss for each in (model, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
 @halves
