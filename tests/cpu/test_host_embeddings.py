@@ -118,7 +118,7 @@ def test_captured_and_padded(package, name, monkeypatch):
         assert are_equal(step_of(model), step_of(plain))
     assert Rerun.replays > before
     padding = importlib.import_module(f"{package.__name__}.shared.hf.model.padding")
-    assert not padding._may_see_padding(list(plain.get_base_model().model.modules()))
+    assert not padding._may_see_padding(plain.get_base_model().model, table_of(plain))
     assert padding.weight_within(table_of(plain)) is table_of(plain).home
 
 
