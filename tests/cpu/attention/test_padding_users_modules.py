@@ -134,7 +134,7 @@ def dense(model):
 
 
 def may_see_padding(package, model):
-    return module_of(package, "padding")._may_see_padding(list(model.model.modules()))
+    return module_of(package, "padding")._may_see_padding(model.model, model.model.embed_tokens)
 
 
 @pytest.mark.parametrize("change", (lora, eight_bits, of_fsdp, dense))
