@@ -87,6 +87,7 @@ DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
 HYBRID = ("--model", "qwen3.5_9b")
 CHECKPOINTED = ("--tokens", "8192,16384", "--providers", "huggingface,liger,bastile,bastile_keep_attention")
 ADAPTED = ("--lora", "16", "--layers", "4", "--tokens", "2048,8192")  # on experts too
+LEAST = ("--lora", "16", "--attention", "--checkpointing", "--tokens", "2048")  # memory
 MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
 LOSS = {size: ("--lora", "16", "--model", size, "--layers", layers, "--tokens", "8192") for size, layers in (("0.6b", "28"), ("8b", "12"))}
@@ -118,6 +119,12 @@ RUNS = {
                             seconds=110, shows="gpt_oss_step_skewed"),
     "moe_lora": steps(*MOE, *ADAPTED, *PEERS, seconds=150, shows="qwen3_moe_step_lora_16"),
     "gpt_oss_lora": steps(*OSS, *ADAPTED, "--providers", "huggingface_flex,bastile", seconds=120, shows="gpt_oss_step_lora_16"),
+    "least_moe": steps(*MOE, *LEAST, "--layers", "48", "--providers", "huggingface,bastile", seconds=150,
+                       shows="qwen3_moe_step_lora_16_attention_checkpointing"),
+    "least_gpt_oss": steps(*OSS, *LEAST, "--layers", "24", "--providers", "huggingface_flex,bastile,bastile_four_bits", seconds=150,
+                           shows="gpt_oss_step_lora_16_attention_checkpointing"),
+    "long_row": steps("--layers", "36", "--lora", "16", "--checkpointing", "--tokens", "350208", "--providers", "bastile_offload",
+                      measured=("--warmup", "0", "--steps", "1", "--rounds", "1"), seconds=480, shows="as_trained"),
     **{f"dense_{name}": steps("--model", name, *PEERS, seconds=75, shows="dense_step") for name in DENSE},
     **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=75, shows="dense_step_lora_16") for name in DENSE},
     **{f"dense_unsloth_{name}": steps("--model", name, "--providers", "unsloth", "--lora", "16", seconds=180, shows="dense_step_lora_16")

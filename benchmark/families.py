@@ -58,9 +58,12 @@ def attention_of(provider: str) -> str | None:
     return next((name for end, name in ATTENTION.items() if provider.endswith(end)), None)
 
 
+LEAST = "step_lora_16_attention_checkpointing"  # the way to train that takes least
 # What providers of ours ask of `apply`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bastile_recompute": {"recompute_mlp": True},
+    "bastile_offload": {"offload": True, "recompute_mlp": 4096},
+    "bastile_four_bits": {"offload": True},
     **dict.fromkeys(EIGHT_BITS_OF_OURS, {"products": "fp8"}),
     "bastile_keep_attention": {"keep_attention": True},
     "bastile_trl_head": {"log_probs": False},
@@ -110,7 +113,7 @@ def new_published(args, device: str):
 def prepare_gpt_oss(provider: str) -> None:
     """Put a provider's layers into transformers."""
     if is_ours(provider):
-        package(suites.GPT_OSS.package).apply()
+        package(suites.GPT_OSS.package).apply(**OPTIONS.get(provider, {}))
     elif provider == "liger_flex":
         require_modules("liger_kernel", "triton")
         from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
@@ -148,9 +151,8 @@ QWEN3 = Family(
     package=suites.QWEN3.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "torchao", "torchao_rowwise",
                "liger", "liger_flex", "liger_varlen", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", *EIGHT_BITS_OF_OURS,
-               "bastile_trl_head",
-               "unsloth"),
+               "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", "bastile_offload",
+               *EIGHT_BITS_OF_OURS, "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
@@ -172,11 +174,12 @@ QWEN3_MOE = Family(
     packs=True,
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 48: with AdamW's states as many as fit into 141 GB beside the activations
+    kinds=("step", f"step_{routing.SKEWED}", "step_lora_16", LEAST, "fsdp"),
 )
 GPT_OSS = Family(
     name="gpt_oss",
     package=suites.GPT_OSS.package,
-    providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw", "bastile_flex"),
+    providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw", "bastile_four_bits", "bastile_flex"),
     step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
     masked_providers=("huggingface_flex", "liger_flex", "bastile"),
     fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
@@ -184,6 +187,7 @@ GPT_OSS = Family(
     new_model=new_gpt_oss,
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
+    kinds=("step", f"step_{routing.SKEWED}", "step_lora_16", LEAST, "fsdp"),
 )
 DENSE = Family(
     name="dense",

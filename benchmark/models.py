@@ -75,7 +75,7 @@ TINY = {
     "glm_4.5_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
     "gemma_4_tiny": Size(64, 96, 10, 4, tied=True, kv_heads=1, head_dim=16, vocab=512),
     "qwen3_host": Size(64, 512, 1, 4, tied=True, kv_heads=4, vocab=512),
-    "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+    "gpt_oss_tiny": Size(64, 64, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
 SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | DENSE | QWEN3_5 | SPARSE | GEMMA_4 | LIGER
 WITH_TINY = SIZES | TINY

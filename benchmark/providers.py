@@ -58,6 +58,12 @@ PROVIDERS = {
     "bastile_keep_attention": Provider(
         "Bastile, keep_attention", {"color": "#D55E00", "marker": "<", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
     ),
+    "bastile_offload": Provider(
+        "Bastile, offload, MLPs in tiles", {"color": "#D55E00", "marker": ">", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
+    ),
+    "bastile_four_bits": Provider(
+        "Bastile, experts in four bits", {"color": "#D55E00", "marker": "h", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
+    ),
     "bastile_fp8": Provider("Bastile in eight bits", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}),
     "bastile_fp8_adamw": Provider(
         "Bastile in eight bits, with its AdamW", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}

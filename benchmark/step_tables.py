@@ -28,9 +28,10 @@ TRAINERS = {
     "all weights, packed rows": "sft_checkpointing_packed",
 }
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
-HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
+HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, {}: time, and peak memory of a GPU"
 # What is added to it for results whose names end so.
-MORE = {SKEWED: f"; {SKEWED} routing", "_lora_16": "; adapters of rank 16 on all projections"}
+MORE = {SKEWED: f"; {SKEWED} routing", "_lora_16": "; adapters of rank 16 on all projections",
+        "_attention_checkpointing": "; adapters of rank 16 on the projections of attention"}  # fmt: skip
 VERSUS = "vs best peer"
 
 
@@ -220,7 +221,8 @@ def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 def titled(rows: list[Row], kernel: str) -> str:
     """Return a titled table for each group of a benchmark's steps, or a line that says what was not measured."""
     groups = step_groups(defensible(select(rows, kernel_name=kernel)))
-    how = HOW + next((more for end, more in MORE.items() if kernel.endswith(end)), "")
+    how = HOW.format("every layer checkpointed" if kernel.endswith("_checkpointing") else "no checkpointing")
+    how += next((more for end, more in MORE.items() if kernel.endswith(end)), "")
     if not groups:
         return f"**A training step** ({how}): {NOT_MEASURED}"
     return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in groups)

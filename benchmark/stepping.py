@@ -16,6 +16,7 @@ from .report import message
 from .trl_losses import TrainerLoss
 
 MARK = "@result "
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 EXPERTS = "experts.gate_up_proj", "experts.down_proj"  # ends of the names of the parameters that all experts of a layer are in
 LOSSES = 5  # of the first steps, compared between providers
 
@@ -75,10 +76,12 @@ class Form:
 @dataclass(frozen=True)
 class Recipe:
     """A way of training a model. lora: the rank of PEFT's adapters on all projections and experts, the only weights trained then; 0 to
-    train all weights. autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing:
-    of routing.py, for a model with experts. loss: of trl_losses.py; "" for the model's own."""
+    train all weights. attention: whether those of attention alone have adapters. autocast: to bf16, as `bf16=True` of a Trainer does it.
+    weights: their dtype. checkpointing: of every layer. routing: of routing.py, for a model with experts. loss: of trl_losses.py; "" for
+    the model's own."""
 
     lora: int = 0
+    attention: bool = False
     autocast: bool = False
     weights: str = "bf16"
     checkpointing: bool = False
@@ -88,9 +91,9 @@ class Recipe:
     @property
     def name(self) -> str:
         """Return what tells the results of this recipe from those of bf16 weights that are all trained: "" for that one."""
-        found = f"_lora_{self.lora}" * bool(self.lora) + "_autocast" * self.autocast + "_fp32" * (self.weights == "fp32")
-        found += "_checkpointing" * self.checkpointing + f"_{self.routing}" * (self.routing != routing.UNIFORM)
-        return found + f"_{self.loss}" * bool(self.loss)
+        found = f"_lora_{self.lora}" * bool(self.lora) + "_attention" * self.attention + "_autocast" * self.autocast
+        found += "_fp32" * (self.weights == "fp32") + "_checkpointing" * self.checkpointing
+        return found + f"_{self.routing}" * (self.routing != routing.UNIFORM) + f"_{self.loss}" * bool(self.loss)
 
     def peft_config(self, model=None):
         """Return the adapters that PEFT is to put into a model, None for none. model: one whose experts get some too, which "all-linear"
@@ -100,9 +103,10 @@ class Recipe:
         require_modules("peft")
         from peft import LoraConfig
 
-        experts = [name for name, _ in model.named_parameters() if name.endswith(EXPERTS)] if model is not None else []
-        more = {"task_type": "CAUSAL_LM", "target_parameters": experts or None}
-        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", **more)  # type: ignore[arg-type]
+        known = [] if model is None or self.attention else [name for name, _ in model.named_parameters()]
+        more = {"task_type": "CAUSAL_LM", "target_parameters": [name for name in known if name.endswith(EXPERTS)] or None}
+        modules = list(ATTENTION) if self.attention else "all-linear"
+        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules=modules, **more)  # type: ignore[arg-type]
 
     def adapt(self, model, device: str):
         """Return the model as it is trained, itself or a PEFT model whose adapters are drawn, and the loss that is not its own, or None."""

@@ -36,7 +36,8 @@ from .stepping import Form, Recipe, Stepper, child
 from .trl_losses import LOSSES, ROWS
 
 CAPTURED = ("bastile_captured", "bastile_fp8_captured")
-FROZEN = "bastile_fp8_frozen"
+# What is done to the frozen weights below adapters.
+FROZEN = {"bastile_fp8_frozen": ("eight_bits",), "bastile_four_bits": ("four_bits", "eight_bits", "host_embeddings")}
 BEFORE_TRANSFORMERS = ("unsloth",)  # what must be imported first
 TRL_PROVIDERS = ("huggingface", "liger", "bastile_trl_head", "bastile")  # of a loss of TRL, unless told otherwise
 
@@ -83,7 +84,7 @@ def child_arguments(args, provider: str) -> list[str]:
     recipe = recipe_of(args)
     if recipe.name:
         found += ["--lora", str(recipe.lora), "--weights", recipe.weights, "--routing", recipe.routing, "--loss", recipe.loss]
-        found += ["--autocast"] * recipe.autocast + ["--checkpointing"] * recipe.checkpointing
+        found += ["--autocast"] * recipe.autocast + ["--attention"] * recipe.attention + ["--checkpointing"] * recipe.checkpointing
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
@@ -120,6 +121,7 @@ def form_of(args) -> Form:
 def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
     """Add the options of what is trained, and how. lora: the rank unless told otherwise."""
     p.add_argument("--lora", type=int, default=lora, help="the rank of PEFT's adapters on all projections; 0 trains all weights")
+    p.add_argument("--attention", action="store_true", help="adapters on the projections of attention alone")
     p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
     p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
     p.add_argument("--checkpointing", action="store_true", help="of every layer's activations")
@@ -142,10 +144,10 @@ def build(args) -> Stepper:
     families.fill(model, kind=recipe.routing)
     if family.by_model and is_ours(args.child):
         package(family.package).kernelize(model)
-    if args.child == FROZEN:
-        package(family.package).eight_bits(model.requires_grad_(False))
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
     families.fill(model, "lora_")
+    for function in FROZEN.get(args.child, ()):
+        getattr(package(family.package), function)(model)
     if recipe_of_torchao := compiled_peer.RECIPES.get(args.child):
         model = compiled_peer.in_eight_bits(model, recipe_of_torchao)
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
@@ -183,8 +185,10 @@ def main(
         p.error(f"argument --providers: {', '.join(sorted(found))} compile no checkpoints; leave them out, or --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
-    if FROZEN in args.providers and not recipe.lora:
-        p.error(f"argument --providers: {FROZEN} trains adapters over frozen weights; leave it out, or ask for --lora")
+    if not recipe.lora and (found := FROZEN.keys() & set(args.providers)):
+        p.error(f"argument --providers: {', '.join(sorted(found))} train adapters over frozen weights; leave them out, or ask for --lora")
+    if recipe.attention and not recipe.lora:
+        p.error("argument --attention: it says where adapters are; leave it out, or ask for --lora")
     if recipe.loss and (form.name or {*compiled_peer.RECIPES, *CAPTURED, "unsloth"} & set(args.providers)):
         p.error("argument --loss: a trainer of TRL has its own batches, which are not compiled, captured or Unsloth's; leave these out")
     if recipe.loss and min(args.tokens) < 2 * ROWS:

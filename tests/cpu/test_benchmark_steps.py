@@ -269,10 +269,8 @@ def test_steps_of_rows_that_are_spread(tmp_path, monkeypatch):
 def test_a_provider_of_another_model_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
-    assert (
-        "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile, bastile_adamw, bastile_flex for gpt_oss_20b"
-        in capsys.readouterr().err
-    )
+    known = "huggingface, huggingface_flex, liger_flex, bastile, bastile_adamw, bastile_four_bits, bastile_flex"
+    assert f"liger, expected some of {known} for gpt_oss_20b" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_is_recorded_for_all_longer_ones():
@@ -522,8 +520,9 @@ def test_the_runs_that_fill_all_tables():
     others = {"fits", "qwen3_models", "gpt_oss_operations", "liger_operations", "qwen3_5_operations", "qwen3_moe_fsdp"}
     assert filled | others == {*tables.all_tables(), "compute-sanitizer.txt"}
     for name, run in all_runs.RUNS.items():
+        rounds = "1" if name == "long_row" else "3"  # of a step that takes minutes
         if name != "sanitizer":
-            assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == "3", name
+            assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == rounds, name
         assert "--results" in run.command_line(9.0, Path("x")) or name == "sanitizer"
 
 
