@@ -43,7 +43,6 @@ SPARSE = {
     "a correction that the block hands on, logits in the model's dtype": ("minimax_m2", "norm, router, experts"),
     "a correction in a module of its own, of a softmax": ("ernie4_5_moe", WITH_SHARED),
     "sigmoids alone": ("flint", WITH_SHARED),
-    "a softmax that is not divided": ("jamba", "norm, router, experts"),
     "biases and groups": ("solar_open", WITH_SHARED),
 }
 ROUTERS = {"num_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "router_scaling_factor": 2.5, "norm_min": 0.6}

@@ -23,7 +23,7 @@ ROWS, EXPERTS, TOP_K, OF_COPY = 512, 16, 3, {"factor": 2.5, "least": 0.5}
 SMALL = 1e-3  # what is added to a sum is smaller
 MAY_CALL = {*CALLS, "type", "sigmoid", "gather", "scatter_", "zeros_like", "masked_fill", "expand", "bool"}
 BY_AXES = {"max": {"dim"}, "clamp": {"min"}}  # the keywords with which these choose, or hold a sum up, and do not cut off
-DEVICE = r"\w+ = (\w+)\.device\.type if isinstance\(\1\.device\.type, str\) else 'cpu'"
+DEVICE = r"\w+ = (\w+)\.device\.type if isinstance\(\1\.device\.type, str\)( and \1\.device\.type != 'mps')? else 'cpu'"
 
 
 class RouterKind(NamedTuple):
