@@ -12,7 +12,7 @@ SIZES = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 56),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "depth"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "num_experts_per_token", "top_k"), 2),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "num_experts_per_token", "top_k", "moe_k"), 2),
     **dict.fromkeys(("head_dim", "global_head_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 4), "mamba_n_heads": 8, "mamba_d_head": 16,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim"), 4),
@@ -43,6 +43,8 @@ def shrink(config) -> None:
         config.num_key_value_heads = config.num_attention_heads
     if isinstance(getattr(config, "qk_rope_head_dim", None), int):  # by which the angles are made
         config.head_dim = config.qk_rope_head_dim
+    if getattr(config, "mlp_only_layers", None):
+        config.mlp_only_layers = [0]
     if hasattr(config, "attn_layer_indices"):
         config.attn_layer_indices = [1]
 

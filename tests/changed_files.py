@@ -6,16 +6,17 @@ import random
 from collections.abc import Iterator
 
 KINDS = "Norm", "Scale", "MLP", "Feed", "Attention", "DecoderLayer"  # the ends of the names of classes whose forwards are changed
+OF_EXPERTS = "Router", "MoE", "Moe", "MoeBlock", "Statics"  # and of those of layers with experts
 OTHER = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
 
 
-def functions_in(tree: ast.Module) -> list:
-    """The functions whose change is one of what a decoder layer computes."""
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith(KINDS)]
+def functions_in(tree: ast.Module, kinds: tuple[str, ...] = KINDS) -> list:
+    """The functions whose change is one of what a decoder layer computes. kinds: the ends of the names of their classes."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith(kinds)]
     functions = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
     methods = [node for node in functions if node.name not in ("__init__", "extra_repr")]
     turning = ("apply_rotary_pos_emb", "rotate_half", "quarter_turn")
-    return methods + [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in turning]
+    return methods + [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in turning and kinds == KINDS]
 
 
 def become(node, other) -> None:
@@ -54,19 +55,19 @@ def changes_of(node) -> list:
     return found
 
 
-def changed(source: str, seed: int) -> Iterator[tuple[str, str]]:
-    """(what was changed, the file) for every change, in the order that a seed gives."""
+def changed(source: str, seed: int, kinds: tuple[str, ...] = KINDS) -> Iterator[tuple[str, str]]:
+    """(what was changed, the file) for every change, in the order that a seed gives. kinds: as of `functions_in`."""
     tree = ast.parse(source)
     sites = [
         (i, j, k)
-        for i, function in enumerate(functions_in(tree))
+        for i, function in enumerate(functions_in(tree, kinds))
         for j, node in enumerate(ast.walk(function))
         for k, _ in enumerate(changes_of(node))
     ]
     random.Random(seed).shuffle(sites)
     for i, j, k in sites:
         made = copy.deepcopy(tree)
-        function = functions_in(made)[i]
+        function = functions_in(made, kinds)[i]
         node = list(ast.walk(function))[j]
         line, before = getattr(node, "lineno", function.lineno), ast.unparse(node).splitlines()[0]
         what, change = changes_of(node)[k]

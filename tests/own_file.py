@@ -15,9 +15,10 @@ from tools.transformers_texts import installed_source
 FROM_A_FILE = "from_a_file"
 
 
-def source_of_mine(prefix="Llama") -> str:
-    """Llama's file, or another family's, as a user has it: under other names, with absolute imports."""
-    folder = prefix.lower()
+def source_of_mine(prefix="Llama", folder="") -> str:
+    """Llama's file, or another family's, as a user has it: under other names, with absolute imports. folder: of transformers, by default
+    the prefix."""
+    folder = folder or prefix.lower()
     text = installed_source(f"transformers.models.{folder}.modeling_{folder}").replace(prefix, "Mine")
     config = f"from transformers import {prefix}Config as MineConfig"
     text = re.sub(rf"^from .configuration_{folder} import .*", config, text, flags=re.MULTILINE)

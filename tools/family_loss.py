@@ -65,7 +65,7 @@ def names_of(table: str) -> dict[str, str]:
 
 
 def config_of(kind: str, cls: Any) -> Any:
-    """The default configuration for a class; of a type that stands for a model with towers, that of its text."""
+    """The default configuration for a class, with what that leaves out; of a type that stands for a model with towers, that of its text."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config, wanted = CONFIG_MAPPING[kind](), cls.config_class
@@ -73,6 +73,8 @@ def config_of(kind: str, cls: Any) -> Any:
     config = config if isinstance(config, wanted) else next((part for part in parts if isinstance(part, wanted)), config)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
+    for name, value in MISSING.get(kind, {}).items():
+        setattr(config, name, value)
     return config
 
 
@@ -84,7 +86,7 @@ def built(kind: str, name: str, changes: Mapping[str, Any] = {}) -> Any:
 
     cls = getattr(transformers, name)
     config = config_of(kind, cls)
-    for changed, value in {**MISSING.get(kind, {}), **changes}.items():
+    for changed, value in changes.items():
         setattr(config, changed, value)
     with torch.device("meta"):
         return cls(config)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -196,6 +197,24 @@ gpt_oss_folder, loaded_gpt_oss, gpt_oss = package_fixtures("gpt_oss", "packages/
 decoders_folder, loaded_decoders, decoders = package_fixtures("decoders", "packages/decoders")
 moe_folder, loaded_moe, moe = package_fixtures("moe", "packages/moe")
 qwen3_5_folder, loaded_qwen3_5, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
+
+
+@pytest.fixture(scope="module", name="whole")
+def from_sources():
+    """The package that pip installs, from its sources, under a name of its own."""
+    name, sources = "bastile_front", REPOSITORY / "torch-ext" / "bastile"
+    spec = importlib.util.spec_from_file_location(name, sources / "__init__.py", submodule_search_locations=[str(sources)])
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    yield package
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def bastile(whole):
+    yield whole
+    whole.reset()
 
 
 @pytest.fixture(scope="session")

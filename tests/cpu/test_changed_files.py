@@ -1,11 +1,12 @@
 """Of files of models with a change, found by a seed, none is served as what it is not: results, gradients and generation are its own."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 
-from tests.changed_files import changed
+from tests.changed_files import OF_EXPERTS, changed
 from tests.cpu.test_recognised import all_of, assert_same, fused
 from tests.own_file import source_of_mine, source_of_other
 
@@ -44,3 +45,57 @@ def test_a_changed_file_is_served_as_what_it_is_or_not_at_all(decoders, mine, fi
             break
     print(f"{file}: {whole} of {EACH} have layers that are fused")
     assert len(tried) == EACH and 0 < whole < EACH and torch.is_grad_enabled()
+
+
+# Families with experts: (prefix, sizes of a small model).
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
+SPARSE = {
+    "glm4_moe": ("Glm4Moe", {**DEEPSEEK, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "hy_v3": ("HYV3", {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
+                                      "moe_norm_min": 0.5}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "num_experts_per_tok": 2,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+}  # fmt: skip
+
+
+def without_rounding(results, expected) -> tuple:
+    """Results without gradients of which all is rounding, such as those of a router whose scores are all one."""
+    steps = []
+    for step, other in zip(results[0], expected[0], strict=True):
+        norms = {name: float(gradient.norm()) for name, gradient in other.gradients.items()}
+        kept = {name: step.gradients[name] for name, norm in norms.items() if norm > 1e-6 * max(norms.values())}
+        steps.append(copy.copy(step))
+        steps[-1].gradients = kept
+    return steps, results[1]
+
+
+@pytest.mark.parametrize("folder", SPARSE)
+def test_a_changed_router_or_block_is_served_as_what_it_is_or_not_at_all(bastile, mine, folder):
+    prefix, sizes = SPARSE[folder]
+    tried, whole = [], 0
+    warnings.simplefilter("ignore")
+    for what, text in changed(source_of_mine(prefix, folder), 20261128, OF_EXPERTS):
+        try:
+            model = mine(source=text, name=f"changed_{folder}_{len(tried)}", **sizes)
+            generator = torch.Generator().manual_seed(7)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith(("gate.weight", "correction_bias")):
+                    tensor.data.uniform_(-0.4, 0.4, generator=generator)
+            expected = all_of(model)
+        except Exception:  # of a file that does not run
+            continue
+        if not is_finite(expected) or ("right alone" in what and what.endswith("1e-20")):  # scores whose squares overflow
+            continue
+        tried.append(what)
+        bastile.kernelize(model.train())
+        served = any("experts" in part and part.startswith("norm") for part in fused(bastile, model))
+        whole += served
+        try:
+            assert_same(without_rounding(all_of(model), expected), without_rounding(expected, expected), FACTOR)
+        except Exception as error:
+            pytest.fail(f"{what}: {error}\n{bastile.explain(model.train())}")
+        bastile.reset()
+        if len(tried) == EACH:
+            break
+    assert len(tried) == EACH and 0 < whole < EACH

@@ -27,27 +27,43 @@ def leaves_of(dtype, device, tokens, hidden, width, experts):
     return {name: leaf(tensor) for name, tensor in made.items()}
 
 
-def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps, shared=None, behind=None, multiplier=1.0):
-    """In float64, one expert after the other. shared: the gate of the expert that every token goes to, and its projections."""
+def chosen_exact(logits, top_k, normalised, correction, of="softmax", groups=1, chosen=1, best=1, eps=0.0, least=0.0, factor=1.0, **_):
+    """Scores and experts in float64, one token after the other."""
+    scores = torch.softmax(logits, -1) if of == "softmax" else torch.sigmoid(logits)
+    ranked = scores.detach() + (0 if correction is None else correction.double().cpu())
+    experts, size = [], logits.shape[1] // groups
+    for row in ranked:
+        parts = row.split(size)
+        kept = sorted(range(groups), key=lambda i, parts=parts: -float(parts[i].sort(descending=True)[0][:best].sum()))[:chosen]
+        experts.append(sorted((i for i in range(len(row)) if i // size in kept), key=lambda i, row=row: -float(row[i]))[:top_k])
+    expert = torch.tensor(experts, dtype=torch.long).reshape(-1, top_k)
+    scores = scores.gather(1, expert)
+    return factor * (scores / (scores.sum(-1, keepdim=True) + eps).clamp(min=least) if normalised else scores), expert
+
+
+def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps, shared=None, behind=None, multiplier=1.0,
+                       correction=None, kind=None):
+    """In float64, one expert after the other. shared: the gate of the expert that every token goes to, or None, and its projections."""
     y = x if norm_weight is None else rms_norm_exact(x, norm_weight, eps)
-    scores, expert = torch.softmax(y @ router.t(), -1).topk(top_k, -1)
-    scores = scores / scores.sum(-1, keepdim=True) if normalised else scores
+    scores, expert = chosen_exact(y @ router.t(), top_k, normalised, correction, **(kind or {}))
     branch = experts_exact(y, expert, scores, gate_up, down)
     if shared is not None:
         score_gate, (gate, up, last) = shared
         gated = torch.nn.functional.silu(projected(y, gate)) * projected(y, up)
-        branch = branch + torch.sigmoid(y @ score_gate.t()) * projected(gated, last)
+        score = 1 if score_gate is None else torch.sigmoid(y @ score_gate.t())
+        branch = branch + score * projected(gated, last)
     return x + multiplier * (branch if behind is None else rms_norm_exact(branch, behind, BEHIND))
 
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
-                       norms=("before",), multiplier=1.0, tile=0):
+                       norms=("before",), multiplier=1.0, tile=0, kind=None, corrected=False, gated=True):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
     the expert that every token goes to, whose gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms:
-    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. In half precision the
-    sizes must leave no choice of experts to rounding."""
+    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. kind: of `Scores`;
+    corrected: whether the router has a correction; gated: whether the expert that every token goes to has a score; without, its last
+    projection has biases. In half precision the sizes must leave no choice of experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
     more = [(name, seed) for name, seed in (("after", 21), ("behind", 22)) if name in norms]
@@ -62,11 +78,12 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:5]), *o[5:]), o64
     of_shared = of_shared64 = ()
     if shared:
-        leaves["score_gate"] = leaf(randn(1, hidden, dtype=dtype, device=device, seed=5, scale=hidden**-0.5))
-        exacts["score_gate"] = exact(leaves["score_gate"])
+        if gated:
+            leaves["score_gate"] = leaf(randn(1, hidden, dtype=dtype, device=device, seed=5, scale=hidden**-0.5))
+            exacts["score_gate"] = exact(leaves["score_gate"])
         shapes = [(shared, hidden), (shared, hidden), (hidden, shared)]
         of_shared, of_shared64 = projections_of(ops, shapes, dtype == FP32, dropout, seed=11, ranks=(0, 5, 3, 4))
-        of_shared, of_shared64 = ([one._replace(adapter_bias=None) if i == 2 else one for i, one in enumerate(each)]
+        of_shared, of_shared64 = ([one._replace(adapter_bias=None) if i == 2 and gated else one for i, one in enumerate(each)]
                                   for each in (of_shared, of_shared64))
         if packed:
             lay_side_by_side(ops, [one.weight for one in of_shared[:2]])
@@ -83,9 +100,11 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     spec = importlib.import_module(f"{ops.__name__}.shared.decoder.spec")
     described = spec.Outputs(spec.Norm(AFTER), spec.Norm(0.5), spec.Norm(BEHIND), multiplier=multiplier)
     before_norm = norm_weight if "before" in norms else None
-    arguments = x, before_norm, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), described
+    correction = randn(experts, device=device, seed=31, scale=0.3) if corrected else None
+    choice = nodes.Router(router, top_k, normalised, correction=correction, scores=nodes.Scores(**(kind or {})))
+    arguments = x, before_norm, choice, nodes.ExpertTensors(*weights), described
     of_branches = {name: leaves[name] for name, _ in more}
-    expert = nodes.SharedExpert(leaves["score_gate"], of_shared) if shared else None
+    expert = nodes.SharedExpert(leaves.get("score_gate"), of_shared) if shared else None
     y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert, tile=tile, **of_branches)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
@@ -99,8 +118,8 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     if attended:
         branch = projected(before[1], o[1])
         total = x64 + multiplier * (rms_norm_exact(branch, exacts["after"], AFTER) if "after" in norms else branch)
-    of_shared64 = (exacts["score_gate"], of_shared64) if shared else None
-    options = top_k, normalised, 0.5, of_shared64, exacts.get("behind"), multiplier
+    of_shared64 = (exacts.get("score_gate"), of_shared64) if shared else None
+    options = top_k, normalised, 0.5, of_shared64, exacts.get("behind"), multiplier, correction, kind
     y64 = norm_experts_exact(total, norm64 if "before" in norms else None, *rest, *options)
     y64.backward(dy.double().cpu())
     assert_close(y, y64, dtype, "norm and experts", 2)
@@ -133,6 +152,32 @@ def check_shared_expert(ops, device):
     check_norm_experts(ops, device, tokens=0, shared=24)
 
 
+DEEPSEEK = {"of": "sigmoid", "groups": 3, "chosen": 2, "best": 2, "eps": 1e-20, "factor": 2.5, "wide": True, "rounds": False}
+
+
+def check_scores(ops, device):
+    """DeepSeek-V3's router, its V2's, ERNIE's and MiniMax-M2's; and sums that are less than they count as, or have something added."""
+    options = {"experts": 12, "top_k": 3, "corrected": True}
+    check_norm_experts(ops, device, **options, kind=DEEPSEEK)
+    check_norm_experts(ops, device, **options, kind={**DEEPSEEK, "eps": 0.5, "groups": 1, "chosen": 1}, normalised=True, again=True)
+    check_norm_experts(ops, device, **options, kind=DEEPSEEK, normalised=False, recompute=True)
+    check_norm_experts(ops, device, experts=12, top_k=3, kind={"groups": 3, "chosen": 2, "factor": 4.0, "wide": True}, normalised=False)
+    check_norm_experts(ops, device, **options, kind={"least": 0.3, "wide": True})
+    check_norm_experts(ops, device, experts=12, top_k=3, kind={"of": "sigmoid", "rounds": False}, frozen=("router",))
+    check_norm_experts(ops, device, BF16, experts=6, top_k=6, kind={**DEEPSEEK, "chosen": 3})
+    check_norm_experts(ops, device, **options, kind=DEEPSEEK, tokens=0)
+
+
+def check_expert_without_a_score(ops, device):
+    """The expert that every token goes to without a gate of its own, with all kinds of what is frozen."""
+    check_norm_experts(ops, device, shared=40, gated=False, kind=DEEPSEEK, corrected=True, attended=True)
+    check_norm_experts(ops, device, BF16, top_k=6, shared=24, gated=False)
+    check_norm_experts(ops, device, shared=24, gated=False, recompute=True, again=True, packed=True)
+    check_norm_experts(ops, device, shared=24, gated=False, frozen=("shared",), norms=("before", "behind"), multiplier=0.22)
+    check_norm_experts(ops, device, shared=24, gated=False, frozen=("x", "norm_weight", "gate_up", "down", "router"))
+    check_norm_experts(ops, device, shared=24, gated=False, frozen=("gate_up", "down", "router", "shared weights"))
+
+
 def check_norms_of_the_branches(ops, device):
     """FlexOlmo's norms and Granite-MoE's multiplier; and both with all others, a shared expert, and without what needs no gradient."""
     check_norm_experts(ops, device, norms=("after", "behind"), attended=True)
@@ -150,6 +195,7 @@ def check_tiles_of_experts(ops, device):
     check_norm_experts(ops, device, tokens=40, tile=16, frozen=("x", "norm_weight", "router", "gate_up"))
     check_norm_experts(ops, device, tokens=40, tile=16, frozen=("gate_up", "down"), norms=("before", "behind"))
     check_norm_experts(ops, device, tokens=16, tile=16)
+    check_norm_experts(ops, device, tokens=40, tile=16, shared=24, gated=False, kind=DEEPSEEK, corrected=True)
 
 
 def check_parts_of_norm_experts_that_are_frozen(ops, device):
@@ -170,16 +216,41 @@ CHECKS = {
     "norm_experts_shared": on_cpu(check_shared_expert),
     "norm_experts_branches": on_cpu(check_norms_of_the_branches),
     "norm_experts_tiles": on_cpu(check_tiles_of_experts),
+    "norm_experts_scores": on_cpu(check_scores),
+    "norm_experts_ungated": on_cpu(check_expert_without_a_score),
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
     *errors_in("shared/decoder/router.py", "norm_experts", "choose_experts",
-         ("scores = scores / scores.sum(-1, keepdim=True)", "pass"),
+         ("scores = scores / kind.sum_of(scores)", "pass"),
          ("if normalised:", "if True:", "norm_experts_plain")),
     *errors_in("shared/decoder/router.py", "norm_experts", "router_backward",
          ("of_scores - scores * total", "of_scores"),
          ("mul_(-total)", "mul_(0 * total)", "norm_experts_plain"),
          ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
+    *errors_in("shared/decoder/router.py", "norm_experts_scores", "Scores.sum_of",
+         ("total + self.eps", "total"),
+         (".clamp(min=self.least)", "")),
+    *errors_in("shared/decoder/router.py", "norm_experts_scores", "Scores.within_groups",
+         ("topk(self.best, -1)", "topk(1, -1)"),
+         ("scatter_(1, of_groups", "scatter_(1, -of_groups"),
+         ("if self.chosen == self.groups", "if True")),
+    *errors_in("shared/decoder/router.py", "norm_experts_scores", "choose_experts",
+         ("of_all + correction", "of_all"),
+         ("if ranked is not of_all:", "if False:"),
+         ("scores * kind.factor", "scores")),
+    *errors_in("shared/decoder/router.py", "norm_experts_scores", "router_backward",
+         ("dscores * kind.factor", "dscores"),
+         ("dscores - torch.where(total > kind.least, within, 0.0)", "dscores"),
+         ("torch.where(total > kind.least, within, 0.0)", "within"),
+         ("of_scores * (1 - scores)", "of_scores")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts_scores", "_gradients",
+         ("dy.add_(torch.mm(dlogits, tensors.router.to(dtype)))", "dy")),
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_ungated", "_gate_backward",
+         ('"silu")[0], dscored, None', '"silu")[0], 2 * dscored, None')),
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_ungated", "shared_backward",
+         ("inner.input_gradient(grads, dlow, both) if need.y", "inner.input_gradient(grads, None, both) if need.y"),
+         ("SharedGradients(dy, None, dinner, ddown)", "SharedGradients(dy, None, dinner, [Parts()])")),
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_forward",
          ("*of_join, *of_branch", "of_join[0], 2 * of_join[1], of_join[2], *of_branch")),
     *errors_in("shared/decoder/mlp_steps.py", "norm_experts", "add_branch",
@@ -197,9 +268,9 @@ MUTANTS = [
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_gradients",
          ("or needed.router or again", "or again", "norm_experts_frozen"),
          ("or needed.router or again", "or needed.router", "norm_experts_again"),
-         ("dy.addmm_(dlogits, tensors.router)", "pass"),
+         ("dy.addmm_(dlogits, tensors.router)", "dy"),
          ("dout, tensors, joined", "dout, tensors._replace(attended=2 * tensors.attended), joined", "norm_experts_attended"),
-         ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
+         ("torch.mm(dlogits.t(), y.to(dtype))", "torch.mm(dlogits.t(), x.to(dtype))"),
          ("dbranch, inputs, gate_up", "dout, inputs, gate_up", "norm_experts_branches"),
          ("shared_backward(dbranch", "shared_backward(dout", "norm_experts_branches"),
          ("spec.outputs, dy, dout, tensors", "spec.outputs, dy, torch.zeros_like(dout), tensors")),

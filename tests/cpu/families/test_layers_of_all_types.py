@@ -1,9 +1,13 @@
 """The layers of types without a row: one tiny model for each way in which a layer is put together, beside transformers' own."""
 
+import copy
+import importlib
+
 import pytest
 import torch
 
 from tests.any_model import VOCABULARY, tiny_of
+from tests.capturing import Pool, Rerun, captured, compare
 from tests.models import Step
 from tests.tolerances import relative_error
 from tools.family_loss import names_of
@@ -27,11 +31,24 @@ TINY = {
     "a delta net in most layers": ("kimi_linear", "norm, gate_proj, up_proj, down_proj"),
     "cross-attention": ("mllama", "norm, gate_proj, up_proj, down_proj"),
 }
+WITH_SHARED = "norm, router, experts, shared expert"
+# Those with experts whose block is read: (type, the parts that run fused).
+SPARSE = {
+    "sigmoids, groups, a correction and a factor": ("glm4_moe", WITH_SHARED),
+    "the same, of layers of which one is dense": ("dots1", WITH_SHARED),
+    "the same, behind attention that is called": ("deepseek_v3", WITH_SHARED),
+    "the same, without an expert for all tokens": ("mimo_v2_flash", "norm, router, experts"),
+    "a factor of a softmax": ("deepseek_v2", WITH_SHARED),
+    "a correction that the block hands on, added in fp32": ("hy_v3", WITH_SHARED),
+    "a correction that the block hands on, logits in the model's dtype": ("minimax_m2", "norm, router, experts"),
+    "a correction in a module of its own, of a softmax": ("ernie4_5_moe", WITH_SHARED),
+    "sigmoids alone": ("flint", WITH_SHARED),
+    "biases and groups": ("solar_open", WITH_SHARED),
+}
+ROUTERS = {"num_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "router_scaling_factor": 2.5, "norm_min": 0.6}
 
 
-@pytest.mark.parametrize("what", TINY)
-def test_layers_are_those_of_transformers(decoders, what):
-    kind, part = TINY[what]
+def tiny_model_of(kind):
     names = names_of("causal LM")
     if kind not in names:
         pytest.skip(f"this release has no {kind}")
@@ -39,16 +56,37 @@ def test_layers_are_those_of_transformers(decoders, what):
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    expected = _all_of(model)
-    decoders.kernelize(model)
-    parts = {row.part for row in decoders.explain(model).rows if row.fused}
-    assert any(each.startswith("read: ") for each in parts) and (not part or part in parts), decoders.explain(model)
-    found = _all_of(model)
-    for mine, other in zip(found[0], expected[0]):
-        assert relative_error(mine.loss, other.loss) < 1e-6 and mine.gradients.keys() == other.gradients.keys()
+    generator = torch.Generator().manual_seed(7)
+    for module in model.modules():
+        if "weight" in module._parameters and type(getattr(module, "top_k", None)) is int:  # a router
+            torch.nn.init.normal_(module.weight, generator=generator)
+            vars(module).update({name: value for name, value in ROUTERS.items() if type(vars(module).get(name)) in (int, float)})
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith("correction_bias"):
+            tensor.data.uniform_(-0.4, 0.4, generator=generator)
+    return model
+
+
+def check_same(found, expected, close=1e-5, loss=1e-6) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert relative_error(mine.loss, other.loss) < loss and mine.gradients.keys() == other.gradients.keys()
         largest = max(float(gradient.norm()) for gradient in other.gradients.values())
         for name, gradient in other.gradients.items():
-            assert float((mine.gradients[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-2 * largest), name
+            error, norm = float((mine.gradients[name].double() - gradient.double()).norm()), float(gradient.double().norm())
+            assert error <= close * max(norm, 1e-2 * largest), name
+
+
+@pytest.mark.parametrize("what", (*TINY, *SPARSE))
+def test_layers_are_those_of_transformers(request, what):
+    kind, part = {**TINY, **SPARSE}[what]
+    package = request.getfixturevalue("decoders" if what in TINY else "bastile")
+    model = tiny_model_of(kind)
+    expected = _all_of(model)
+    package.kernelize(model)
+    parts = {row.part for row in package.explain(model).rows if row.fused}
+    assert any(each.startswith("read: ") for each in parts) and (not part or part in parts), package.explain(model)
+    found = _all_of(model)
+    check_same(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
 
@@ -65,3 +103,73 @@ def _all_of(model) -> tuple:
     generated = model.generate(tokens[:, :6], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
     model.train()
     return steps, generated
+
+
+WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint"  # with experts, of which nothing is called
+WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
+
+
+def _step(model, called=None, seed=1, **inputs):
+    tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(5)
+    return Step(model, called, input_ids=tokens, labels=tokens, use_cache=False, **inputs)
+
+
+def _adapted(model, way):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    shared = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if type(part) is torch.nn.Linear} - {"lm_head"})
+    names = [name for name, _ in model.named_parameters() if "layers.1." in name and name.endswith(("experts.gate_up_proj", "gate.weight"))]
+    more = {"target_parameters": [".".join(name.split(".")[-2:]) for name in names]} if way != "adapters" else {}
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=shared, **more)).train()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_experts_in_every_way_of_training(bastile, kind, way):
+    model = tiny_model_of(kind)
+    inputs = {"position_ids": torch.cat((torch.arange(4), torch.arange(7)))[None].expand(2, -1)} if way == "packed" else {}
+    if way.startswith("adapters"):
+        model = _adapted(model, way)
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable()
+    expected, weights = _step(model, **inputs), {name: weight.clone() for name, weight in model.state_dict().items()}
+    bastile.kernelize(model, recompute_mlp=way == "recomputed")
+    rows = bastile.explain(model).rows
+    assert any("experts" in row.part and row.fused for row in rows) and not any(row.code == "called" for row in rows), rows
+    found = _step(model, torch.compile(model, backend="eager") if way == "compiled" else None, **inputs)
+    check_same([found], [expected])
+    after = model.state_dict()
+    assert after.keys() == weights.keys() and all(torch.equal(after[name], weight) for name, weight in weights.items())
+    bastile.reset()
+    check_same([_step(model, **inputs)], [expected], 0, 1e-9)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_experts_in_half_precision_are_as_exact_as_before(bastile, kind):
+    model = tiny_model_of(kind).bfloat16()
+    for module in model.modules():  # the choice of all leaves none to rounding
+        if type(getattr(module, "top_k", None)) is int:
+            module.top_k, module.topk_group = 4, getattr(module, "num_group", 1)
+    exact, before = ([_step(each, seed=seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
+    bastile.kernelize(model)
+    assert any("experts" in row.part and row.fused for row in bastile.explain(model).rows)
+    found = [_step(model, seed=seed) for seed in range(8)]
+    for name in (name for name, gradient in exact[0].gradients.items() if gradient.numel() > 24):
+        mine, other = (
+            sum(relative_error(one.gradients[name], right.gradients[name]) ** 2 for one, right in zip(steps, exact, strict=True)) ** 0.5
+            for steps in (found, before)
+        )
+        assert mine <= 1.25 * other + 1e-3, (name, mine, other)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_layers_with_experts_that_are_read_are_captured(bastile, monkeypatch, kind):
+    module = importlib.import_module(f"{bastile.__name__}.shared.hf.capture.capture")
+    monkeypatch.setattr(module, "GraphPool", Pool)
+    monkeypatch.setattr(module, "can_record", lambda device: True)
+    monkeypatch.setattr(Rerun, "together", 2)
+    model, plain = captured(bastile, tiny_model_of(kind))
+    graphs = 4 if kind == "flint" else 2  # whose layers are of two kinds
+    assert compare(model, plain) == graphs and compare(model, plain, seed=5) == graphs

@@ -77,9 +77,10 @@ def check_attended(x: torch.Tensor, attended: torch.Tensor, o: Projection, dtype
         fail("attended", describe(attended), f"{dtype} [tokens, {features}], or with heads, on {x.device}")
 
 
-def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple) -> None:
-    """Raises ValueError for a weight, unless it is None, that is not of a shape and of x's dtype and device."""
-    if weight is not None and (weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device):
+def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple, wide: bool = False) -> None:
+    """Raises ValueError for a weight, unless it is None, that is not of a shape and of x's dtype, or float32 with `wide`, and device."""
+    dtypes = (x.dtype, torch.float32) if wide else (x.dtype,)
+    if weight is not None and (weight.shape != shape or weight.dtype not in dtypes or weight.device != x.device):
         fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
 
 

@@ -1,12 +1,12 @@
-"""The expert that every token goes to, with a gate of its own, beside those that a router chooses:
+"""The expert that every token goes to, with a gate of its own or with none, beside those that a router chooses:
 
-    s = sigmoid(n @ gate.T)      y += s * down(silu(gate_proj(n)) * up_proj(n))
+    s = sigmoid(n @ gate.T), or 1      y += s * down(silu(gate_proj(n)) * up_proj(n))
 
 As with the others, the score multiplies the gated row in front of the last GEMM. That GEMM then adds to what the others made, and the
 gradient of the score needs no result of it.
 """
 
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from ..ops.common import accumulation_dtype, always, describe, fail
 from ..ops.expert_gate import Gate, gate_backward, gate_forward
 from ..ops.swiglu import are_few
-from .activation import gated_reference
+from .activation import gated_backward_in_place, gated_forward, gated_reference
 from .checks import check_like
 from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
 from .projections import Projections
@@ -24,9 +24,10 @@ SILU = Gate(interleaved=False, alpha=0.0, limit=float("inf"))
 
 
 class SharedExpert(NamedTuple):
-    """gate: [1, hidden], of the score. projections: to gate, up and down, the last one without biases."""
+    """gate: [1, hidden], of the score, or None for no score. projections: to gate, up and down, with a score the last one without
+    biases."""
 
-    gate: torch.Tensor
+    gate: Optional[torch.Tensor]
     projections: Sequence[Projection]
 
 
@@ -57,7 +58,8 @@ def shared_reference(y: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
     """Returns the expert's output for y [tokens, hidden], multiplied by its score; in PyTorch, which can differentiate it."""
     gate, up, down = shared.projections
     gated = gated_reference(projection_reference(y, gate), projection_reference(y, up), "silu")
-    return torch.sigmoid(linear(y, shared.gate)) * projection_reference(gated, down)
+    result = projection_reference(gated, down)
+    return result if shared.gate is None else torch.sigmoid(linear(y, shared.gate)) * result
 
 
 def gate_and_up(y: torch.Tensor, inner: Projections, again: bool = False) -> torch.Tensor:
@@ -72,40 +74,56 @@ def score_of(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(linear(y, gate).view(-1).to(accumulation_dtype(y.dtype)))
 
 
-def shared_start(y: torch.Tensor, gate: torch.Tensor, inner: Projections, down: Projections):
-    """(score [tokens], gate and up side by side, the gated rows times their scores, which `down` begins with)"""
-    score, both = score_of(y, gate), gate_and_up(y, inner)
-    scored = gate_forward(both, None, score, None, SILU)
+def _scored(both: torch.Tensor, score: Optional[torch.Tensor]) -> torch.Tensor:
+    """The gated rows times their scores, where they have some. both: the products of gate and up."""
+    gate, up = both.chunk(2, 1)
+    return gated_forward(gate, up, "silu") if score is None else gate_forward(both, None, score, None, SILU)
+
+
+def shared_start(y: torch.Tensor, gate: Optional[torch.Tensor], inner: Projections, down: Projections):
+    """(score [tokens] or None, gate and up side by side, the gated rows times their scores, which `down` begins with)"""
+    score, both = None if gate is None else score_of(y, gate), gate_and_up(y, inner)
+    scored = _scored(both, score)
     down.begin(scored)
     return score, both, scored
 
 
-def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: torch.Tensor, score: torch.Tensor, both: torch.Tensor,
-                    inner: Projections, down: Projections, need: SharedNeeds) -> SharedGradients:
+def _gate_backward(dscored: torch.Tensor, both: torch.Tensor, score: Optional[torch.Tensor], weights: bool) -> Tuple:
+    """(gradient of both, `_scored` again, gradient of the scores or None), written over dscored and both, or one of them. weights: False
+    where the second is not needed."""
+    if score is None:
+        gate, up = both.chunk(2, 1)
+        return gated_backward_in_place(dscored, gate, up, "silu")[0], dscored, None
+    return gate_backward(dscored, both, None, score, None, SILU, weights)[:3]
+
+
+def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: Optional[torch.Tensor], score: Optional[torch.Tensor],
+                    both: torch.Tensor, inner: Projections, down: Projections, need: SharedNeeds) -> SharedGradients:
     """Writes over both, the products of gate and up. y: a function that gives the input; called only where a weight needs it."""
     need_inner, ddown = needs_any(need.inner), [Parts()]
     dlow = down.low_gradient((dout,))
     if not (need.y or need.gate or need_inner):
         if needs_any(need.down):
-            scored = gate_forward(both, None, score, None, SILU)
-            ddown = down.gradients((dout,), dlow, always(scored), need.down)
+            ddown = down.gradients((dout,), dlow, always(_scored(both, score)), need.down)
         return SharedGradients(None, None, [Parts()] * len(need.inner), ddown)
     dscored = down.input_gradient((dout,), dlow)
     weights = any(each.weight or each.a for each in need.down)
-    both, scored, dscore, _ = gate_backward(dscored, both, None, score, None, SILU, weights)
+    both, scored, dscore = _gate_backward(dscored, both, score, weights)
     ddown = down.gradients((dout,), dlow, always(scored), need.down)
     del scored, dscored
     grads = both.split(inner.group.rows, 1)
     dlow = inner.low_gradient(grads)
     dinner = inner.gradients(grads, dlow, y, need.inner) if need_inner else [Parts()] * len(need.inner)
+    dy = inner.input_gradient(grads, dlow, both) if need.y else None
+    if gate is None or score is None:
+        return SharedGradients(dy, None, dinner, ddown)
     dlogit = (dscore * score * (1 - score)).to(gate.dtype)[:, None]
     dgate = torch.mm(dlogit.t(), y()) if need.gate else None
-    dy = inner.input_gradient(grads, dlow, both).addmm_(dlogit, gate) if need.y else None
-    return SharedGradients(dy, dgate, dinner, ddown)
+    return SharedGradients(dy if dy is None else dy.addmm_(dlogit, gate), dgate, dinner, ddown)
 
 
 def check_shared(x: torch.Tensor, shared: SharedExpert) -> None:
-    """Raises ValueError when shapes, dtypes or devices do not fit, or the last projection has a bias, which the score would not reach."""
+    """Raises ValueError when shapes, dtypes or devices do not fit, or the last projection has a bias, which a score would not reach."""
     hidden = x.shape[-1]
     check_like(x, "shared.gate", shared.gate, (1, hidden))
     if len(shared.projections) != 3:
@@ -116,5 +134,5 @@ def check_shared(x: torch.Tensor, shared: SharedExpert) -> None:
     check_projection("shared.projections[1]", up, width, hidden, x.dtype, x.device)
     check_projection("shared.projections[2]", down, hidden, width, x.dtype, x.device)
     for name, bias in (("bias", down.bias), ("adapter_bias", down.adapter_bias)):
-        if bias is not None:
+        if bias is not None and shared.gate is not None:
             fail(f"shared.projections[2].{name}", describe(bias), "None")

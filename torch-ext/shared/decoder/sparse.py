@@ -3,7 +3,7 @@ and its top-k experts, with both residual connections.
 
     n = norm(x)      p = softmax(router(n))      y = x + sum over the top-k experts e of p[e] * expert_e(n)
 
-One more expert, which every token goes to, may add to that (`shared_expert`).
+What else p may be says `Scores`. One more expert, which every token goes to, may add to that (`shared_expert`).
 
 As in `steps`, what is saved is small: the residual stream, one number a row, the experts that were chosen, and the output of the
 first grouped GEMM. The normalised input, the rows that are gathered of it and the gated rows are computed again in the backward pass, bit
@@ -13,7 +13,6 @@ for bit.
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.nn.functional import linear
 
 from ..ops.autocast import without_autocast
 from ..ops.common import always, describe, fail, need_floats
@@ -30,7 +29,7 @@ from .nodes import AFTER_ATTENTION, add_branch_reference, groups_of, named, stre
 from .norms import norm_reference, normed_again
 from .projection import Parts, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Projections, all_made, of_second_half, of_second_half_loaded
-from .router import Router, choose_experts, rounded, router_backward
+from .router import SOFTMAX, Router, Scores, check_choice, choose_experts, logits_of, rounded, router_backward
 from .shared_expert import (
     SharedExpert,
     SharedGradients,
@@ -47,8 +46,8 @@ from .steps import Joined, JoinedGradients, Optionals, flat_heads, join_backward
 
 
 class SparseTensors(NamedTuple):
-    """What the node reads beside its projections: the fields of `OutputTensors`, the router's weight and bias, the gate of the shared
-    expert's score, the fields of `ExpertTensors`, None for weights in codes, and a and b of their adapters."""
+    """What the node reads beside its projections: the fields of `OutputTensors`, the router's weight, bias and correction, the gate of the
+    shared expert's score, the fields of `ExpertTensors`, None for weights in codes, and a and b of their adapters."""
 
     x: torch.Tensor
     attended: Optionals
@@ -57,6 +56,7 @@ class SparseTensors(NamedTuple):
     behind: Optionals
     router: torch.Tensor
     router_bias: Optionals
+    correction: Optionals
     shared_gate: Optionals
     gate_up: Optionals
     down: Optionals
@@ -74,9 +74,9 @@ class SparseTensors(NamedTuple):
 
 
 class SparseSpec(NamedTuple):
-    """Describes the node. outputs: of the layer. top_k, normalised, by_logits: of `Router`. recompute: whether the backward pass makes the
-    first products of all experts again. scalings: of the adapters of gate_up and of down. coded: these weights,
-    None for a tensor. tile: the tokens that experts compute at a time, 0 for all."""
+    """Describes the node. outputs: of the layer. top_k, normalised, by_logits, scores: of `Router`. recompute: whether the backward pass
+    makes the first products of all experts again. scalings: of the adapters of gate_up and of down. coded: these weights, None for a
+    tensor. tile: the tokens that experts compute at a time, 0 for all."""
 
     outputs: Outputs
     gate: ExpertOptions
@@ -87,6 +87,7 @@ class SparseSpec(NamedTuple):
     scalings: Tuple[float, float] = (1.0, 1.0)
     coded: Tuple[Optional[CodedExperts], Optional[CodedExperts]] = (None, None)
     tile: int = 0
+    scores: Scores = SOFTMAX
 
 
 class Started(NamedTuple):
@@ -100,9 +101,9 @@ class Started(NamedTuple):
 class SparseSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
-    total, o, rstd, o_rstd, branch, branch_rstd, made: as in `MLPSaved`. scores, expert: of `choose_experts`; logits: None where the router
-    is `normalised`. order, position, ends: of `Routing`, None in tiles. gate_up: the output of the experts' first GEMM. shared_score, both:
-    of `shared_start`. The backward pass writes over gate_up and both, and makes them again where they are None.
+    total, o, rstd, o_rstd, branch, branch_rstd, made: as in `MLPSaved`. scores, expert: of `choose_experts`; logits: as of
+    `router_backward`. order, position, ends: of `Routing`, None in tiles. gate_up: the output of the experts' first GEMM. shared_score,
+    both: of `shared_start`. The backward pass writes over gate_up and both, and makes them again where they are None.
     """
 
     total: Optionals
@@ -150,16 +151,17 @@ def _factors(spec: SparseSpec, tensors: SparseTensors, dtype: torch.dtype) -> Ex
 
 def norm_experts_reference(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype) -> torch.Tensor:
     """Computes `norm_experts` with PyTorch's operations."""
-    x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
+    x, attended, after, before, behind, router, router_bias, correction, shared_gate, *_ = tensors
     if attended is not None:
         o, *projections = projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
-    scores, expert = choose_experts(linear(y, router, router_bias), spec.top_k, spec.normalised, spec.by_logits)
+    logits, kind = logits_of(y, router, router_bias, spec.scores), spec.scores
+    scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits, kind, correction)
     gate_up, down, *biases = _experts(spec, tensors)
     weights: Any = [dense(gate_up), dense(down), *biases, *spec.gate, _factors(spec, tensors, y.dtype)]
-    out = experts_reference(y, expert, scores.to(y.dtype), *weights)
-    out = out if shared_gate is None else out + shared_reference(y, SharedExpert(shared_gate, projections))
+    out = experts_reference(y, expert, scores.to(y.dtype) if kind.rounds else scores, *weights)
+    out = out + shared_reference(y, SharedExpert(shared_gate, projections)) if projections else out
     return add_branch_reference(x, out, spec.outputs.behind, behind, spec.outputs.multiplier)
 
 
@@ -168,7 +170,8 @@ def _weighted_sum(
     factors: ExpertFactors,
 ):  # fmt: skip
     """Runs the experts from gate_up, as in `Started`, on. scores, expert: of `choose_experts`. factors: of the adapters."""
-    tensors, spec, scores = given.tensors, given.layout.spec, rounded(scores, given.layout.dtype)
+    tensors, spec = given.tensors, given.layout.spec
+    scores = rounded(scores, given.layout.dtype, spec.scores)
     weights, options = _experts(spec, tensors), (spec.gate.transposed, spec.gate.between)
     if spec.tile:
         return tiled_experts(gate_up, expert, scores, weights, spec.gate, factors, spec.tile)
@@ -188,8 +191,8 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
     projections = of_second_half(groups_of(given), given.whole)
     o, inner, down = named(given, projections)
     total, y, *of_join = join_forward(spec.outputs, tensors, o, layout.dtype)
-    logits = linear(y, tensors.router, tensors.router_bias)
-    scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
+    logits = logits_of(y, tensors.router, tensors.router_bias, spec.scores)
+    scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits, spec.scores, tensors.correction)
     factors, gate_up = _factors(spec, tensors, layout.dtype), y
     routing: Any = (None, None, None)
     groups: Any = None
@@ -208,7 +211,7 @@ def _forward(given: Given, whole: bool = True) -> Tuple[Sequence, SparseSaved]:
         del gate_up, both, y
         out, *of_branch = _result(given, total, found, scored, down)
         first = [out]
-    of_total, of_logits = None if tensors.attended is None else total, None if spec.normalised else logits
+    of_total, of_logits = None if tensors.attended is None else total, logits if spec.scores.need_logits(spec.normalised) else None
     saved = of_total, *of_join, *of_branch, scores, expert, of_logits, *routing, *kept, all_made(projections)
     return first, SparseSaved._make(saved)
 
@@ -247,7 +250,7 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
         both = gate_and_up(y, inner, again=True)
     of_branch = tensors.behind, saved.branch, saved.branch_rstd
     dbranch, dbehind = add_branch_backward(spec.outputs, dout, *of_branch, layout.dtype, needed.behind)
-    inputs = y, saved.expert, rounded(saved.scores, layout.dtype), *weights
+    inputs = y, saved.expert, rounded(saved.scores, layout.dtype, spec.scores), *weights
     of_weights = needed.gate_up, needed.down, needed.gate_up_bias, needed.down_bias
     needs = [need_total, need_logits, *of_weights]
     if spec.tile:
@@ -262,28 +265,29 @@ def _gradients(given: Given, grads: Sequence[torch.Tensor], saved: SparseSaved, 
     drouter = dbias = None
     if need_logits:
         of_router = saved.scores, saved.expert, saved.logits, (x.shape[0], tensors.router.shape[0])
-        dlogits = router_backward(dscores, *of_router, spec.normalised, layout.dtype)
-        drouter = torch.mm(dlogits.t(), y) if needed.router else None
-        dbias = dlogits.sum(0) if needed.router_bias else None
+        dtype = dscores.dtype if spec.scores.wide else layout.dtype  # of the products with the router's weight
+        dlogits = router_backward(dscores, *of_router, spec.normalised, dtype, spec.scores)
+        drouter = torch.mm(dlogits.t(), y.to(dtype)).to(tensors.router.dtype) if needed.router else None
+        dbias = dlogits.sum(0).to(tensors.router.dtype) if needed.router_bias else None
     dshared = SharedGradients(None, None, [], [])
     if need_shared is not None:
         dshared = shared_backward(dbranch, always(y), tensors.shared_gate, saved.shared_score, both, inner, down, need_shared)
     del y, both
     join = JoinedGradients(None, None, None, None, [Parts()] * len(need_o))
     if need_total:
-        dy.addmm_(dlogits, tensors.router)
+        dy = dy.addmm_(dlogits, tensors.router) if not spec.scores.wide else dy.add_(torch.mm(dlogits, tensors.router.to(dtype)))
         if dshared.y is not None:
             dy += dshared.y
         joined = Joined(x, x, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec.outputs, dy, dout, tensors, joined, o, needed, need_o)
     of_layer = shaped(join.total, grads[0]), join.attended, join.after, join.before, dbehind
-    of_node: list = [*of_layer, drouter, dbias, dshared.gate, *dweights]
+    of_node: list = [*of_layer, drouter, dbias, None, dshared.gate, *dweights]
     return Gradients(SparseTensors._make(of_node), flat_parts(join.o, dshared.inner, dshared.down))
 
 
 def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Projection], sizes, dtype: torch.dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, attended, after, before, behind, router, router_bias, shared_gate, *_ = tensors
+    x, attended, after, before, behind, router, router_bias, correction, shared_gate, *_ = tensors
     gate_up, down, gate_up_bias, down_bias = _experts(spec, tensors)
     need_floats(x=x)
     if x.dim() == 0 or down.dim() != 3:
@@ -297,29 +301,27 @@ def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Proje
         ("before", before, (hidden,)),
         ("after", after, (hidden,)),
         ("behind", behind, (hidden,)),
-        ("router.weight", router, (experts, hidden)),
-        ("router.bias", router_bias, (experts,)),
+        ("router.weight", router, (experts, hidden), spec.scores.wide),
+        ("router.bias", router_bias, (experts,), spec.scores.wide),
+        ("router.correction", correction, (experts,), True),
         ("weights.gate_up", gate_up, (experts, hidden, 2 * width) if transposed else (experts, 2 * width, hidden)),
         ("weights.down", down, (experts, width, hidden) if transposed else (experts, hidden, width)),
         ("weights.gate_up_bias", gate_up_bias, (experts, 2 * width)),
         ("weights.down_bias", down_bias, (experts, hidden)),
     )
-    for name, tensor, shape in expected:
-        if tensor is not None:
-            check_like(x, name, tensor, shape)
+    for name, tensor, shape, *wide in expected:
+        check_like(x, name, tensor, shape, *wide)
     check_expert_adapter(x, "adapters.gate_up", tensors.factors.gate_up, experts, 2 * width, hidden)
     check_expert_adapter(x, "adapters.down", tensors.factors.down, experts, hidden, width)
-    if not 1 <= spec.top_k <= experts:
-        fail("router.top_k", spec.top_k, f"from 1 to the {experts} experts")
-    if spec.by_logits and not spec.normalised:
-        fail("router.by_logits", True, "a router whose probabilities are divided by their sum")
-    if shared_gate is not None:
+    check_choice(experts, spec.top_k, spec.normalised, spec.by_logits, spec.scores, correction)
+    if projections:
         check_shared(x, SharedExpert(shared_gate, projections))
 
 
 _node = Node(
     "_NormExperts", _check, norm_experts_reference, _forward, _gradients, _start, _finish,
-    in_graph=InGraph("norm_experts", SparseSpec, SparseTensors, SparseSaved), spends=("gate_up", "both"), **AFTER_ATTENTION,
+    in_graph=InGraph("norm_experts", SparseSpec, SparseTensors, SparseSaved, ("correction",)), spends=("gate_up", "both"),
+    **AFTER_ATTENTION,
 )  # fmt: skip
 
 
@@ -342,10 +344,10 @@ def norm_experts(
     """Computes total + behind(the weighted sum of what the experts that the router chooses make of before(total)), with total = x or, with
     `attended`, x + after(o(attended)).
 
-    With `shared`, what that expert makes of every token is added to the sum, times its score. Both branches are multiplied by the
-    description's multiplier.
+    With `shared`, what that expert makes of every token is added to the sum, times its score if it has one. Both branches are multiplied
+    by the description's multiplier.
 
-    Differentiable in all tensors; nothing is computed for a weight that does not require a gradient.
+    Differentiable in all tensors but the router's correction; nothing is computed for a weight that does not require a gradient.
 
     Args:
         x: [..., hidden].
@@ -377,9 +379,10 @@ def norm_experts(
     scalings = adapters.gate_up.scaling if adapters.gate_up else 1.0, adapters.down.scaling if adapters.down else 1.0
     coded = [each if isinstance(each, CodedExperts) else None for each in weights[:2]]
     plain = [None if code else each for code, each in zip((*coded, None, None), weights)]
-    tensors = SparseTensors(x, attended, after, before, behind, router.weight, router.bias, shared_gate, *plain, *of_adapters)
+    of_router = router.weight, router.bias, router.correction
+    tensors = SparseTensors(x, attended, after, before, behind, *of_router, shared_gate, *plain, *of_adapters)
     options = gate, router.top_k, router.normalised, router.by_logits, bool(recompute), scalings
     tile = tile if 0 < tile < x.numel() // max(x.shape[-1], 1) else 0
-    description = SparseSpec(spec, *options, (coded[0], coded[1]), tile)
+    description = SparseSpec(spec, *options, (coded[0], coded[1]), tile, router.scores)
     with without_autocast(x.device):
         return _node(description, tensors, groups, (), x.dtype)

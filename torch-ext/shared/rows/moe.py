@@ -1,6 +1,7 @@
 """Decoders with plain attention and experts: Mixtral, Qwen2-MoE, OLMoE and their kin."""
 
-from ..hf.family.families import LOSS, Sparse
+from ..decoder.router import Scores
+from ..hf.family.families import LOSS, Scored, Sparse
 from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from .made import ANGLES_FIRST, BEHIND, OF_CONFIG, WINDOW, row
@@ -11,8 +12,8 @@ def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
     return Sparse((f"{prefix}{block}", f"{prefix}TopKRouter", f"{prefix}Experts"), **options)
 
 
-MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, takes=ANGLES_FIRST, mlp=False, sparse=sparse("Mixtral"),
-              absent=("mlp.jitter_noise",))  # fmt: skip
+MIXTRAL = row("Mixtral", "Mixtral", "mixtral", options=OF_CONFIG, takes=ANGLES_FIRST, mlp=False,
+              sparse=sparse("Mixtral", scored=Scored(Scores(rounds=False))), absent=("mlp.jitter_noise",))  # fmt: skip
 QWEN2_MOE = row("Qwen2-MoE", "Qwen2Moe", "qwen2_moe", sparse=sparse("Qwen2Moe", shared="shared_expert"))
 OLMOE = row("OLMoE", "Olmoe", "olmoe", qk_norm="whole", options=OF_CONFIG, mlp=False, sparse=sparse("Olmoe"),
             absent=("self_attn.config.clip_qkv",))  # fmt: skip

@@ -211,8 +211,11 @@ class Calls:
         if not tensors or len(part.path) != 1:
             raise self._refused(node, "calls a module with something else")
         x = tensors[0]
+        if role and (len(tensors) != len(args) + len(kwargs) or rest):
+            raise self._refused(node, "calls a module with something more")
         if role == "router":
-            return tuple(Tensor(Op(each, name, (x.op,)), (x.shape[0], "k")) for each in ("logits", "first", "last"))
+            of = tuple(each.op for each in tensors)
+            return tuple(Tensor(Op(each, name, of), (x.shape[0], "k")) for each in ("logits", "first", "last"))
         if role:
             return Tensor(Op(role, name, tuple(each.op for each in tensors)), x.shape)
         kind = kind_of(module)

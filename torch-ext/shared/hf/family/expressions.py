@@ -91,6 +91,8 @@ def method_of(x: Tensor, name: str, args: Sequence[Any], kwargs: Dict[str, Any])
     sizes: List[Any] = [each.value if isinstance(each, Fact) else each for each in flat]
     if name in ("to", "type_as"):
         return x if flat and all(each in (Op("dtype"), Op("device")) or isinstance(each, Tensor) for each in flat) else None
+    if name == "float" and not flat:
+        return Tensor(Op("in fp32", None, (x.op,)), x.shape)
     if name in ("view", "reshape") and not kwargs:
         return Tensor(x.op, reshaped(x.shape, tuple(sizes)))
     if name == "flatten" and not kwargs and len(sizes) < 2:

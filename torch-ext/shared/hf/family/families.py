@@ -10,6 +10,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, T
 
 from torch import nn
 
+from ...decoder.router import SOFTMAX, Scores
 from ..parts.lookups import own_rotary, rotary_replaced
 from .accounted import Names, accounted
 from .forwards import rotary_of, rotary_pos_emb, unless_replaced
@@ -34,17 +35,33 @@ class LayerNorms(NamedTuple):
     behind: Optional[str] = None
 
 
+class Scored(NamedTuple):
+    """How a router scores experts, but for what attributes of it hold when it runs. kind: the rest. groups: its attributes of the number of
+    groups and of those that are chosen, () for none. factor, least: its attributes of these, "" for none. correction: the attributes that
+    lead to that from the block, () for none. normalised: None for what norm_topk_prob of the router says, or true without that."""
+
+    kind: Scores = SOFTMAX
+    groups: Tuple[str, ...] = ()
+    factor: str = ""
+    least: str = ""
+    correction: Tuple[str, ...] = ()
+    normalised: Optional[bool] = None
+
+
 class Sparse(NamedTuple):
     """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
     by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones. shared: the block's attribute with the MLP
-    that every token goes to, whose gate has that name and "_gate"; "" for none. router_indices: whether the experts' forward calls the
-    chosen experts so, and their weights routing_weights, instead of top_k_index and top_k_weights, and may be called without."""
+    that every token goes to, "" for none; gated: whether it has a gate, of that name and "_gate". router_indices: whether the experts'
+    forward calls the chosen experts so, and their weights routing_weights, instead of top_k_index and top_k_weights, and may be called
+    without. scored: of the router."""
 
     classes: Tuple[str, str, str]
     router: str = "gate"
     by_logits: bool = False
     shared: str = ""
     router_indices: bool = False
+    gated: bool = True
+    scored: Scored = Scored()
 
 
 class Mixer(NamedTuple):

@@ -1,23 +1,22 @@
-"""Finds out what small parts of a layer compute by running copies of them on the CPU: a norm and a router on random rows, a rotary
-embedding with the angles of the model's own module."""
+"""Finds out what small parts of a layer compute by running copies of them on the CPU: a norm on random rows, a rotary embedding with the
+angles of the model's own module. Routers are in `router_probe`."""
 
 import ast
 import copy
 import inspect
 from types import FunctionType
-from typing import Any, Collection, Dict, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Collection, Dict, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
 
 from ...decoder.norms import norm_reference
-from ...decoder.sparse import choose_experts
 from ...decoder.spec import Norm
 from ..parts.facts import NotServed, Text, forward_text, refused
 from ..parts.lookups import ROTARY, function_in
 from ..parts.modules import original_forward
 from ..parts.texts import text_that_runs
-from .accounted import NORM, ROUTER
+from .accounted import NORM
 from .calls import argument_names
 from .families import Family
 from .forwards import rotary_of
@@ -25,7 +24,7 @@ from .forwards import rotary_of
 ROWS = 64
 EPSILON = 3e-3  # that no text has
 # What the forwards of norms and routers and rotary embeddings may call: what they compute of some numbers, they compute of all.
-CALLS = {
+CALLS: Collection[str] = {
     "to", "float", "type_as", "pow", "mean", "rsqrt", "square", "sqrt", "view", "reshape", "size", "unsqueeze", "flatten", "chunk", "cat",
     "stack", "repeat_interleave", "linear", "softmax", "topk", "sum", "cos", "sin",
 }  # fmt: skip
@@ -35,33 +34,51 @@ BRANCHES = (
 )
 
 
-def check_plain(function, name: str, reads: Collection[str] = (), flags: Collection[str] = (), cls: Any = None) -> Text:
+def check_plain(
+    function, name: str, reads: Collection[str] = (), flags: Collection[str] = (), cls: Any = None, calls: Collection[str] = CALLS,
+    skips: Callable[[Any], bool] = lambda node: False,
+) -> Text:  # fmt: skip
     """The text of a function whose results for a few numbers say what it computes of all. Raises `NotServed` with the line where it has
-    branches, calls what is not in `CALLS`, or reads more of its module. reads: attributes of the module that it may read; flags: of them
-    those that branches may follow; cls: of the module, None for a plain function."""
+    branches, calls what is not in `calls`, or reads more of its module. reads: attributes of the module that it may read; flags: of them
+    those that branches may follow, or comparisons with constants; cls: of the module, None for a plain function; skips: tells parts of
+    the text that need no look."""
     text = text_that_runs(function, function.__name__) if isinstance(function, FunctionType) else None
     if text is None:
         raise NotServed(f"{name} is not what its file says, or has no file")
     found = Text(function, name, text.node, ())
     me = text.node.args.args[0].arg if cls else None
-    nodes: Iterator[Any] = (part for statement in text.node.body for part in ast.walk(statement))
-    for node in nodes:
+    decided: list = []
+    for node in _parts_of(text.node.body, skips):
         test: Any = getattr(node, "test", None)
-        if isinstance(node, BRANCHES) and not (isinstance(node, ast.If) and _is_of(test, me) and test.attr in flags):
+        if isinstance(test, ast.Compare) and all(isinstance(each, ast.Constant) for each in test.comparators):
+            test = test.left
+        followed = isinstance(node, ast.If) and _is_of(test, me) and test.attr in flags
+        if followed and test is not node.test:
+            decided.append(node.test)
+        around = isinstance(node, ast.With) and all(map(skips, node.items))
+        if isinstance(node, BRANCHES) and not (followed or around or node in decided):
             raise refused(found, node, "branches")
         if _is_of(node, me) and node.attr not in reads:
             own = inspect.getattr_static(cls, node.attr, None)
             if not isinstance(own, FunctionType):
                 raise refused(found, node, "reads more of its module")
-            check_plain(own, f"{name}, {node.attr}", reads, flags, cls)
+            check_plain(own, f"{name}, {node.attr}", reads, flags, cls, calls, skips)
         elif isinstance(node, ast.Call) and not _is_of(node.func, me):
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             other = function.__globals__.get(called) if isinstance(node.func, ast.Name) else None
             if isinstance(other, FunctionType) and other.__globals__ is function.__globals__ and other is not function:
                 check_plain(other, f"{name}, {called}")
-            elif called not in CALLS or other is not None:
+            elif called not in calls or other is not None:
                 raise refused(found, node, "calls something else")
     return found
+
+
+def _parts_of(nodes: Sequence[Any], skips: Callable[[Any], bool]) -> Iterator[Any]:
+    """All nodes of a text, outer ones before inner ones, without those to skip."""
+    for node in nodes:
+        if not skips(node):
+            yield node
+            yield from _parts_of([*ast.iter_child_nodes(node)], skips)
 
 
 def _is_of(node, me: Optional[str]) -> bool:
@@ -69,7 +86,7 @@ def _is_of(node, me: Optional[str]) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
 
 
-def _copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
+def copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """A copy of a small module on the CPU with random weights."""
     made = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
     with torch.no_grad():
@@ -101,7 +118,7 @@ def norm_kind(module: nn.Module) -> NormKind:
     if len(eps) != 1 or weight is None or weight.dim() != 1 or module._buffers or module._modules:
         raise NotServed(f"{name} is not a norm with a weight and an epsilon alone")
     generator = torch.Generator().manual_seed(0)
-    made = _copy_of(module, torch.bfloat16, generator)
+    made = copy_of(module, torch.bfloat16, generator)
     setattr(made, eps[0], EPSILON)
     x = torch.randn(ROWS, weight.numel(), generator=generator) * torch.logspace(-3, 3, ROWS)[:, None]
     x = x.to(torch.bfloat16)
@@ -201,47 +218,3 @@ def _takes_part(function, head_dim: int) -> bool:
         return False
     left, turned = found[..., head_dim // 2 :], found[..., : head_dim // 2]
     return found.shape == q.shape and torch.equal(left, q[..., head_dim // 2 :]) and not turned.any()
-
-
-class RouterKind(NamedTuple):
-    """by_logits: of a `Sparse`. experts_last: whether the experts are the last of its three results, or the one before."""
-
-    by_logits: bool
-    experts_last: bool
-
-
-def router_kind(module: Any, hidden: int) -> RouterKind:
-    """Finds the kind of a router by its results, with and without `norm_topk_prob` where it has that."""
-    text = forward_text(module)
-    check_plain(text.function, text.name, ROUTER | {"bias"}, ("norm_topk_prob",), type(module))
-    plain = set(module._parameters) <= {"weight", "bias"} and not module._modules and not module._buffers
-    if not plain or type(getattr(module, "top_k", None)) is not int:
-        raise NotServed(f"{type(module).__name__} is not a router with a weight, a bias and top_k alone")
-    generator = torch.Generator().manual_seed(1)
-    made = _copy_of(module, torch.float32, generator)
-    x = torch.randn(ROWS, hidden, generator=generator)
-    logits = nn.functional.linear(x, made.weight, made._parameters.get("bias"))
-    # Both orders are one function where the scores are normalised: the text says which, for its rounding.
-    calls = [part for part in ast.walk(text.node) if isinstance(part, ast.Call) and getattr(part.func, "attr", "") in ("topk", "softmax")]
-    by_logits = bool(calls) and min(calls, key=lambda part: (part.lineno, part.col_offset)).func.attr == "topk"  # type: ignore[attr-defined]
-    flags = (True, False) if "norm_topk_prob" in vars(module) else (None,)
-    index = set()
-    for flag in flags:
-        if flag is not None:
-            made.norm_topk_prob = flag
-        with torch.no_grad():
-            try:
-                results = original_forward(module)(made, x)
-            except Exception as error:  # whatever a class's own code raises
-                raise NotServed(f"{text.name} does not run alone: {type(error).__name__}: {error}") from None
-        if not isinstance(results, tuple) or len(results) != 3:
-            raise NotServed(f"{text.name} does not return logits, scores and experts")
-        scores, expert = choose_experts(logits, module.top_k, flag is not False, by_logits)
-        for i, j in ((1, 2), (2, 1)):
-            if torch.equal(results[i], expert) and torch.allclose(results[j].float(), scores, atol=1e-6):
-                index.add(i)
-        if not torch.allclose(results[0].float(), logits, atol=1e-6):
-            index.add(0)
-    if index not in ({1}, {2}) or (flags == (None,) and module.top_k == 1):
-        raise NotServed(f"{text.name} is not the softmax of the highest logits, or the highest of the softmax")
-    return RouterKind(by_logits, index == {2})

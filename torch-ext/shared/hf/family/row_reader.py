@@ -20,8 +20,10 @@ from .experts import MOE, experts_or_reason
 from .expressions import INPUT, Op, Tensor, commutes
 from .families import Family, Sparse
 from .layer_reader import Facts, Frame, Reading, layer_facts, same
-from .probes import Angles, NormKind, flags_of, norm_kind, rotary_kind, router_kind
+from .probes import Angles, NormKind, flags_of, norm_kind, rotary_kind
+from .router_probe import router_kind
 
+SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu"}  # of an expert for all tokens
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 
 
@@ -178,20 +180,30 @@ def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
     roles = {router: "router", "experts": "experts", **dict.fromkeys(shared, "mlp")}
     value, found = reading.evaluated(index, at, roles=roles)
     value = value[0] if type(value) is tuple else value
-    kind = router_kind(parts[router], reading.hidden)
-    expert, scores = (Op(each, router, (INPUT,)) for each in (("last", "first") if kind.experts_last else ("first", "last")))
-    wanted = plain = Op("experts", "experts", (INPUT, expert, scores))
+    held = [Op(kind, (name,)) for kind, of in (("parameter", module._parameters), ("buffer", module._buffers)) for name in of]
+    kind = router_kind(parts[router], reading.hidden, len(held) == 1)
+    of = INPUT, *held
+    expert, scores = (Op(each, router, of) for each in (("last", "first") if kind.experts_last else ("first", "last")))
+    plain = Op("experts", "experts", (INPUT, expert, scores))
+    wanted, gated = [plain], bool(shared) and f"{shared[0]}_gate" in parts
     if shared:
+        mlp = Op("mlp", shared[0], (INPUT,))
         score = Op("sigmoid", None, (Op("linear", f"{shared[0]}_gate", (INPUT,)),))
-        wanted = commutes("add", plain, commutes("multiply", score, Op("mlp", shared[0], (INPUT,))))
-    if not isinstance(value, Tensor) or value != Tensor(wanted, ("B", "S", reading.hidden)):
+        branch = commutes("multiply", score, mlp) if gated else mlp
+        wide = (Op("in fp32", None, (each,)) for each in (plain, branch))  # whose sum is rounded once, as ours
+        wanted = [commutes("add", plain, branch), commutes("add", *wide)]
+    if not isinstance(value, Tensor) or value not in [Tensor(each, ("B", "S", reading.hidden)) for each in wanted]:
         raise NotServed(f"{found.text.name} returns {getattr(value, 'op', value)}")
     router_indices = _router_indices(experts)
-    if shared and _mlp(reading, index, (*at, shared[0]))["activation"] != "silu":
-        raise NotServed(f"{shared[0]} has another activation than SiLU")
+    of_shared = _mlp(reading, index, (*at, shared[0])) if shared else SHARED
+    if any(of_shared[name] != wanted for name, wanted in SHARED.items()):
+        raise NotServed(f"{shared[0]} has another activation than SiLU, or other names of its parts")
     reading.keep(at, found)
+    reading.tests[index].update({(*at, router, name): value for name, value in kind.flags.items()})
     classes = type(module).__name__, type(parts[router]).__name__, type(experts).__name__
-    return Sparse(classes, router, kind.by_logits, "".join(shared), router_indices)
+    correction = (router, *kind.scored.correction) if kind.scored.correction else tuple(held[0].name) if held else ()
+    scored = kind.scored._replace(correction=correction)
+    return Sparse(classes, router, kind.by_logits, "".join(shared), router_indices, gated or not shared, scored)
 
 
 def _router_indices(experts: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ..family.versions import changed_texts, release
 from ..layer.checkpointing import checkpointed
 from ..layer.decoder_layer import decoder_layer_forward
 from ..layer.recognised_layer import FACTS, RecognisedLayer
+from ..parts.adapters import inside_wrappers
 from ..parts.explanation import Reason
 from ..parts.facts import NotServed
 from ..parts.lookups import LAYER, SAVED
@@ -125,10 +126,11 @@ def _without_experts(row: Row) -> Row:
 
 
 def _check_parts(layer: nn.Module, copy: nn.Module) -> None:
-    """Raises `NotServed` where a layer holds modules of other classes than its class makes."""
-    of_layer = dict(layer.named_modules())
+    """Raises `NotServed` where a layer holds modules of other classes than its class makes, but for PEFT's around parameters of them."""
     for name, module in copy.named_modules():
-        found = of_layer.get(name)
+        found: Any = layer
+        for part in filter(None, name.split(".")):
+            found = inside_wrappers(found and found._modules.get(part))
         if kind_of(module) in ("part", "norm") and not isinstance(found, type(module)):
             raise NotServed(f"{name} of a layer is a {type(found).__name__}, expected a {type(module).__name__}")
 

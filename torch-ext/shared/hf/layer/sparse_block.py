@@ -1,19 +1,21 @@
 """Takes a block of a router and experts apart into what `norm_experts` computes with."""
 
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from ...decoder.projection import is_traceable
+from ...decoder.router import Scores
 from ...decoder.shared_expert import SharedExpert
 from ...decoder.sparse import ExpertOptions, ExpertTensors, Router
 from ...ops.expert_adapters import ExpertAdapters
 from ...ops.four_bits import CodedExperts
 from ...runtime.device import PLAIN
 from ..family.experts import experts_or_reason, is_default
-from ..family.families import Sparse
+from ..family.families import Scored, Sparse
 from ..parts.adapters import expert_adapters_or_reason, inside_wrappers, projection_or_reason, router_weight_or_reason
 from ..parts.explanation import Reason
+from ..parts.facts import follow
 from ..parts.modules import OwnForwards, is_marked, is_silu, own_forward
 from ..parts.weights import held, why_not_plain
 
@@ -38,7 +40,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     as the modules that they are."""
     parts = block.__dict__["_modules"]
     router, experts = inside_wrappers(parts[sparse.router]), inside_wrappers(parts["experts"])
-    if not own.run_by(router):
+    if not all(map(own.run_by, (router, *router.__dict__["_modules"].values()))):
         return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
     if not is_marked(own_forward(experts)):
         return Reason("hooks", "experts have hooks, or a replaced forward")
@@ -53,8 +55,13 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     if torch.compiler.is_compiling() and any(isinstance(each, CodedExperts) for each in weights):
         return Reason("called", "torch.compile, for experts in four bits")
     weight, bias = held(router, "weight"), held(router, "bias")
-    for each in (weight, *([] if bias is None else [bias]), *weights):
-        if type(each) not in (*PLAIN, CodedExperts) or not each.dtype == x.dtype == dtype:
+    correction, scores = _correction(sparse, block, router), _scores(sparse.scored, router)
+    if isinstance(scores, Reason):
+        return scores
+    wide = [*([weight] if scores.wide else []), *([] if correction is None else [correction])]  # may be
+    for each in (weight, *([] if bias is None else [bias]), *wide, *weights):
+        fits = each.dtype == x.dtype or any(each is one and each.dtype == torch.float32 for one in wide)
+        if type(each) not in (*PLAIN, CodedExperts) or not fits or x.dtype != dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
     weight = router_weight_or_reason(parts[sparse.router], dtype, weight)
     if isinstance(weight, Reason):
@@ -62,26 +69,46 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0], options["transposed"])
     if isinstance(adapters, Reason):
         return adapters
-    shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None
+    shared = _shared_or_reason(own, sparse, parts, x, dtype) if sparse.shared else None
     if isinstance(shared, Reason):
         return shared
-    normalised = sparse.by_logits or router.__dict__.get("norm_topk_prob", True)  # Qwen3.5-MoE's always is
-    made = Router(weight, router.top_k, normalised, bias, sparse.by_logits)
+    normalised = sparse.scored.normalised
+    if normalised is None:
+        normalised = sparse.by_logits or router.__dict__.get("norm_topk_prob", True)  # Qwen3.5-MoE's always is
+    made = Router(weight, router.top_k, normalised, bias, sparse.by_logits, correction, scores)
     return SparseBlock(made, ExpertTensors(*weights), ExpertOptions(**options), shared, adapters)
 
 
-def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
-    """Takes the expert that every token goes to apart. name: its attribute; parts: of the block."""
-    expert, gate = parts[name], parts[f"{name}_gate"]
+def _correction(sparse: Sparse, block, router) -> Any:
+    """What is added to scores where experts are chosen, [experts], or None. router: without what is around it."""
+    first, *rest = sparse.scored.correction or ("",)
+    found: Any = follow(router, tuple(rest)) if first == sparse.router else getattr(block, first) if first else None
+    return found if found is None or found.dim() == 1 else found.detach().reshape(-1)
+
+
+def _scores(scored: Scored, router) -> Union[Scores, Reason]:
+    """How a router scores now."""
+    names = {"factor": scored.factor, "least": scored.least, **dict(zip(("groups", "chosen"), scored.groups))}
+    held = {field: router.__dict__[name] for field, name in names.items() if name}
+    if not all(type(value) in (int, float) for value in held.values()):
+        return Reason("model", f"{', '.join(filter(None, names.values()))} of the router are not all numbers")
+    return scored.kind._replace(**held) if held else scored.kind
+
+
+def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
+    """Takes the expert that every token goes to apart. parts: of the block."""
+    name = sparse.shared
+    expert, weight = parts[name], None
     inner = expert.__dict__["_modules"]
     if not own.run_by(expert) or not is_silu(inner["act_fn"]):
         return Reason("hooks", f"{name} has hooks, a replaced forward, or another activation than SiLU")
-    reason = why_not_plain(gate)
-    if reason is not None:
-        return reason.of(f"{name}_gate")
-    weight = held(gate, "weight")
-    if weight.dtype != x.dtype:
-        return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
+    if sparse.gated:
+        reason = why_not_plain(parts[f"{name}_gate"])
+        if reason is not None:
+            return reason.of(f"{name}_gate")
+        weight = held(parts[f"{name}_gate"], "weight")
+        if weight.dtype != x.dtype:
+            return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
     found = []
     for each in ("gate_proj", "up_proj", "down_proj"):
         projection = projection_or_reason(inner[each], dtype)
@@ -90,6 +117,6 @@ def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype)
         if torch.compiler.is_compiling() and not is_traceable(projection):
             return Reason("called", "torch.compile, for an adapter with dropout or a weight in four bits").of(f"{name}.{each}")
         found.append(projection)
-    if found[-1].bias is not None or found[-1].adapter_bias is not None:
+    if sparse.gated and (found[-1].bias is not None or found[-1].adapter_bias is not None):
         return Reason("bias", f"{name}.down_proj has a bias, which its score does not multiply in one product")
     return SharedExpert(weight, found)
