@@ -8,7 +8,7 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
+from tests.models import Step, losses_of, random_tokens, tiny_model, tiny_qwen3_moe
 from tests.patched import install, lora
 from tests.qwen3_moe_steps import FACTOR, FUSED, LABELS, TOKENS, exact_step, uses
 from tests.tolerances import relative_error
@@ -61,15 +61,7 @@ def test_float64_is_the_same_but_for_the_last_digits(qwen3):
 def test_twenty_steps(qwen3, trained):
     def losses(model):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        found = []
-        for step in range(20):
-            tokens = random_tokens(2, 20 + step)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return torch.tensor(found)
+        return torch.tensor(losses_of(model, optimizer, (random_tokens(2, 20 + step) for step in range(20))))
 
     def made():
         return tiny_qwen3_moe() if trained == "all" else lora(tiny_qwen3_moe(), target_modules=["q_proj", "o_proj"])
