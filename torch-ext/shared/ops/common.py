@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from numbers import Integral
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -104,9 +104,14 @@ def autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def numbers_in(version: str, count: int = 2) -> Tuple[int, ...]:
+    """The first numbers of a version, before what a plus adds to it."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:count])
+
+
 def check_torch(version: str) -> None:
     """Raises ImportError for a torch that is older than any that the package was tested with."""
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MIN:
+    if numbers_in(version) < TORCH_MIN:
         expected = ".".join(map(str, TORCH_MIN))
         raise ImportError(f"torch is {version}, expected torch>={expected}. Run: pip install 'torch>={expected}'")
 
