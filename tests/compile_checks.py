@@ -48,6 +48,22 @@ def check_operator(package, name, device, dtype):
         torch.library.opcheck(operator, tuple(call))
 
 
+def check_rows_nobody_counted(package, name, device):
+    """A graph takes an operator of rows that a mask chose, whose number is known when it runs."""
+    operator = custom_operators(package)[name]
+    for call in calls_of(package, name, device, torch.float32):
+        if isinstance(call[0], list):  # of a decoder layer's nodes, which divide tokens into batches
+            continue
+        rows = next(len(value) for value in call if isinstance(value, torch.Tensor) and value.dim())
+
+        def chosen(mask, *found, rows=rows):
+            return operator(*[x[mask] if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else x for x in found])
+
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            torch.compile(chosen, fullgraph=True, backend="aot_eager")(torch.ones(rows, dtype=torch.bool, device=device), *call)
+
+
 def check_compiled_self_checks(package, device, dtype, **options):
     """What `python -m bastile --check` calls gives the same when it is compiled whole, forward and backward. options: class attributes of
     its `Inputs`, such as how many tokens it draws."""

@@ -275,6 +275,18 @@ def whole(step: Step) -> Step:
     return step
 
 
+def losses_of(model, optimizer, batches, **inputs) -> list[float]:
+    """The losses of a training run, of a step for each batch."""
+    found = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids, **inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def check_same_bits(model, **inputs):
     """Two runs with deterministic algorithms give the same bits."""
     torch.use_deterministic_algorithms(True)

@@ -82,10 +82,8 @@ GROUPS = (
             "test_expert_adapters.py": "torch_compile",
             "attention/test_attention_batches.py": "compile",
             "test_layers.py": "torch_compile",
-            "test_gpt_oss.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
             "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
-            "test_qwen3_moe_training.py": "torch_compile",
             "families/test_families.py": "torch_compile attention_in_both_directions",
             "families/test_logits_flow.py": "torch_compile",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
@@ -238,6 +236,7 @@ GROUPS = (
             "a_model_loaded_in_four_bits lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused "
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
+            "test_moe_models.py": "torch_compile",
             "test_optimizer.py": "what_happens_between_steps_is_noticed",
             "test_autocast.py": "forward_and_backward_on_either_side_of_autocast",
             "test_alignment.py": "odd_addresses_in_groups_that_are_cut",

@@ -38,6 +38,11 @@ def test_operators_with_kernels(interpreted, name, dtype):
     checks.check_operator(interpreted, name, "cpu", dtype)
 
 
+@pytest.mark.parametrize("name", [name for name in checks.OPERATORS if name not in checks.BY_AUTOGRAD])
+def test_rows_that_nobody_counted(all_operations, name):
+    checks.check_rows_nobody_counted(all_operations, name, "cpu")
+
+
 @pytest.mark.parametrize("kernels", (False, True), ids=("PyTorch", "kernels"))
 def test_every_self_check_compiles_whole(request, kernels):
     package, dtype = request.getfixturevalue("interpreted" if kernels else "all_operations"), torch.bfloat16 if kernels else torch.float32

@@ -8,22 +8,10 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
+from tests.models import Step, losses_of, random_tokens, tiny_model, tiny_qwen3_moe
 from tests.patched import install, lora
 from tests.qwen3_moe_steps import FACTOR, FUSED, LABELS, TOKENS, exact_step, uses
-from tests.tolerances import assert_close, relative_error
-
-
-@pytest.mark.parametrize("how", ["apply", "kernelize", "pack", "mapping"])
-def test_training_step(qwen3, how):
-    model = tiny_qwen3_moe()
-    expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    install(qwen3, model, how)
-    assert uses(qwen3, model) == FUSED
-    found = Step(model, input_ids=TOKENS, labels=LABELS)
-    assert found.output.logits is None and type(found.output) is type(expected.output)
-    found.assert_same(expected, FACTOR)
-    assert found.gradients.keys() == dict(model.named_parameters()).keys()
+from tests.tolerances import relative_error
 
 
 @pytest.mark.parametrize(
@@ -69,29 +57,11 @@ def test_float64_is_the_same_but_for_the_last_digits(qwen3):
         assert relative_error(found.gradients[name], gradient) < 2e-6, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("normalised", [True, False])
-def test_half_precision_is_as_exact_as_before(qwen3, dtype, normalised):
-    model = tiny_qwen3_moe(dtype, norm_topk_prob=normalised, num_experts=8, num_experts_per_tok=8)  # no choice that rounding decides
-    exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
-    before = Step(model, input_ids=TOKENS, labels=LABELS)
-    qwen3.apply()
-    Step(model, input_ids=TOKENS, labels=LABELS).assert_as_exact_as(before, exact)
-
-
 @pytest.mark.parametrize("trained", ["all", "LoRA"])
 def test_twenty_steps(qwen3, trained):
     def losses(model):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        found = []
-        for step in range(20):
-            tokens = random_tokens(2, 20 + step)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return torch.tensor(found)
+        return torch.tensor(losses_of(model, optimizer, (random_tokens(2, 20 + step) for step in range(20))))
 
     def made():
         return tiny_qwen3_moe() if trained == "all" else lora(tiny_qwen3_moe(), target_modules=["q_proj", "o_proj"])
@@ -104,41 +74,6 @@ def test_twenty_steps(qwen3, trained):
 
 # ---------------------------------------------------------------- the loss
 MASK = (torch.arange(33) >= torch.tensor([[0], [9]])).long()
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"output_router_logits": True},
-        {"output_router_logits": True, "attention_mask": MASK},
-        {"num_items_in_batch": 17, "output_router_logits": True},
-        {"num_items_in_batch": torch.tensor(17), "output_router_logits": True},
-        {"num_items_in_batch": torch.tensor([17]), "output_router_logits": True},
-        {"ignore_index": 5},
-        {"shift_labels": LABELS.roll(-1, 1)},
-        {"use_cache": False, "attention_mask": MASK},
-        {"return_dict": False, "output_router_logits": True},
-        {"output_hidden_states": True, "output_attentions": True},
-    ],
-    ids=lambda inputs: "-".join(inputs),
-)
-@pytest.mark.parametrize("how", ["apply", "kernelize"])
-def test_arguments(qwen3, inputs, how):
-    model = tiny_qwen3_moe(router_aux_loss_coef=0.3)
-    labels = LABELS.where(LABELS >= 0, inputs.get("ignore_index", -100))
-    expected = Step(model, input_ids=TOKENS, labels=labels, **inputs)
-    install(qwen3, model, how)
-    found = Step(model, input_ids=TOKENS, labels=labels, **inputs)
-    found.assert_same(expected, FACTOR)
-    if isinstance(found.output, tuple):
-        return
-    assert found.output.logits is None
-    if inputs.get("output_router_logits"):
-        assert_close(found.output.aux_loss, expected.output.aux_loss, torch.float32)
-        for mine, theirs in zip(found.output.router_logits, expected.output.router_logits, strict=True):
-            assert_close(mine, theirs, torch.float32, "router logits", FACTOR)
-    else:
-        assert found.output.aux_loss is None and found.output.router_logits is None
 
 
 def test_the_auxiliary_loss_that_the_configuration_asks_for(qwen3):
@@ -162,30 +97,6 @@ def test_metrics_beside_the_auxiliary_loss(qwen3):
     found = Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=True)
     found.assert_same(expected, FACTOR)
     assert found.output.token_accuracy is not None and found.output.aux_loss is not None
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("router_logits", [False, True])
-@pytest.mark.parametrize("keep_attention", [False, True])
-def test_gradient_checkpointing(qwen3, reentrant, router_logits, keep_attention):
-    model = tiny_qwen3_moe(router_aux_loss_coef=0.3)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    expected = Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=router_logits)
-    qwen3.apply(keep_attention=keep_attention)
-    Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=router_logits).assert_same(expected, FACTOR)
-
-
-def test_logits_and_generation_in_eval_mode(qwen3):
-    model = tiny_qwen3_moe().eval()
-    expected, options = model(input_ids=TOKENS, labels=LABELS), {"max_new_tokens": 12, "do_sample": False}
-    tokens = model.generate(TOKENS[:, :9], **options)
-    qwen3.apply()
-    found = model(input_ids=TOKENS, labels=LABELS)
-    assert_close(found.logits, expected.logits, torch.float32, "logits", FACTOR)
-    assert torch.equal(model.generate(TOKENS[:, :9], **options), tokens)
-    with torch.no_grad():
-        assert_close(model(input_ids=TOKENS).logits, expected.logits, torch.float32, "logits", FACTOR)
 
 
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])

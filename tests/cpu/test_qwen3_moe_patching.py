@@ -1,9 +1,7 @@
 """Where the layers of Qwen3-MoE go, beside hooks, checkpoints and other implementations, and everything put back."""
 
-import functools
 import sys
 
-import kernels
 import pytest
 import torch
 from torch import nn
@@ -76,25 +74,6 @@ def test_subsets(qwen3, off):
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
-@pytest.mark.parametrize("sequence", [["apply"], ["kernelize"], ["mapping"], ["apply", "mapping", "kernelize"]], ids="-".join)
-def test_reset_leaves_no_trace(qwen3, sequence):
-    model = tiny_qwen3_moe()
-    before = everything()
-    expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    for how in sequence:
-        install(qwen3, model, how)
-    assert uses(qwen3, model) == FUSED
-    qwen3.reset()
-    qwen3.reset()
-    for old, new in zip(before, everything(), strict=True):
-        assert old.keys() == new.keys()
-        assert all(new[name] is old[name] for name in old)
-    assert uses(qwen3, model) == set() and qwen3.get_patched_ops() == []
-    again = Step(model, input_ids=TOKENS, labels=LABELS)
-    assert torch.equal(again.loss, expected.loss)
-    assert all(torch.equal(again.gradients[name], expected.gradients[name]) for name in expected.gradients)
-
-
 def test_kernelize_leaves_the_other_family_and_other_models_alone(qwen3):
     others, before = (tiny_qwen3_moe(), tiny_model()), everything()
     model = qwen3.kernelize(tiny_qwen3_moe())
@@ -135,19 +114,6 @@ def test_kernelize_says_what_it_cannot_do(qwen3):
         qwen3.kernelize(model)
 
 
-def test_layers_load_from_a_folder(qwen3, package_folder, monkeypatch):
-    from kernels.layer.layer import _validate_layer
-
-    monkeypatch.setattr("kernels.layer.layer.get_local_kernel", functools.partial(kernels.get_local_kernel, backend="cpu"))
-    for name, devices in qwen3.mapping().items():
-        if not name.startswith("Qwen3Moe"):
-            continue
-        repository = devices["cpu"]
-        layer = repository.load()
-        assert kernels.LocalLayerRepository(package_folder, layer_name=layer.__name__).load() is layer
-        _validate_layer(check_cls=getattr(modeling_qwen3_moe, name), cls=layer, repo=repository)
-
-
 def test_explain(qwen3):
     model = tiny_qwen3_moe()
     assert {row.part: row.fused for row in qwen3.explain(model).rows}["decoder layer"] is False
@@ -173,16 +139,6 @@ def test_pack(qwen3):
 
 
 # ---------------------------------------------------------------- warm-up, and with the kernels
-def test_warm_up(qwen3):
-    model, warmup = tiny_qwen3_moe(), calls_of(qwen3)
-    state = torch.random.get_rng_state()
-    assert qwen3.warmup_all_kernels(model) is None
-    assert warmup.case_of(model).sizes[7:9] == (40, 3)
-    warmup.warm_up("cpu", torch.float32, warmup.case_of(model))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, interpret, dtype):
     model = tiny_qwen3_moe(dtype, moe_intermediate_size=64, num_experts_per_tok=6)

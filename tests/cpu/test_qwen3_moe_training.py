@@ -5,38 +5,10 @@ import sys
 import pytest
 import torch
 
-from tests.compile_checks import operators_of
-from tests.models import Step, check_compiled, check_same_bits, sharded, tiny_qwen3_moe, whole
-from tests.patched import install, lora
+from tests.models import Step, tiny_qwen3_moe
+from tests.patched import lora
 from tests.qwen3_moe_steps import EXPERTS, FACTOR, LABELS, TOKENS, exact_step, uses
 from tests.tolerances import assert_close, relative_error
-
-
-@pytest.mark.parametrize(
-    "options, fused",
-    [
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, True),
-        ({"target_modules": ["q_proj", "o_proj"], "lora_dropout": 0.3}, True),
-        ({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, True),  # which are the experts' parameters by now
-        ({"target_modules": ["q_proj"], "target_parameters": EXPERTS}, True),
-        ({"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}, True),
-        ({"target_modules": "all-linear"}, True),  # experts and router among them
-        ({"target_modules": ["lm_head"]}, True),
-    ],
-    ids=["attention", "dropout", "all projections", "experts", "router", "all", "lm_head"],
-)
-@pytest.mark.parametrize("how", ["apply", "kernelize"])
-def test_lora(qwen3, options, fused, how):
-    model = lora(tiny_qwen3_moe(), **options)
-    torch.manual_seed(2)
-    expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    install(qwen3, model, how)
-    called = uses(qwen3, model)
-    assert ("norm_experts" in called) == fused and ("experts" in called) != fused
-    torch.manual_seed(2)
-    found = Step(model, input_ids=TOKENS, labels=LABELS)
-    found.assert_same(expected, FACTOR)
-    assert all("lora" in name for name in found.gradients)
 
 
 def test_the_life_of_an_adapter_on_the_experts(qwen3, tmp_path):
@@ -107,36 +79,6 @@ def test_autocast(qwen3, dtype, adapter):
         errors.append([[relative_error(step.gradients[name], g) for name, g in exact.gradients.items()] for step in (before, found)])
     others, mine = torch.tensor(errors).mean((0, 2)).tolist()
     assert mine <= 1.25 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
-
-
-@pytest.mark.parametrize("how", ["apply", "kernelize"])
-def test_torch_compile(qwen3, how):
-    model = tiny_qwen3_moe()
-    expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    install(qwen3, model, how)
-    called, compiled = operators_of(qwen3, model)
-    check_compiled(model, expected, FACTOR, compiled, input_ids=TOKENS, labels=LABELS)
-    assert called.count("norm_experts") == called.count("norm_experts_backward") == 2 and "experts_forward" not in called
-
-
-@pytest.mark.parametrize("parts", ["layers", "experts"])
-def test_sharded_parameters(qwen3, parts):
-    model = tiny_qwen3_moe()
-    expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    with sharded(model, lambda layer: [layer.mlp.experts] if parts == "experts" and hasattr(layer.mlp, "experts") else []):
-        for how in ("apply", "kernelize"):
-            install(qwen3, model, how)
-            steps = []
-            called = uses(qwen3, model, lambda model: steps.append(Step(model, input_ids=TOKENS, labels=LABELS)))  # noqa: B023
-            assert called >= ({"norm_experts"} if parts == "layers" else {"experts", "add_rms_norm"}) | {"norm_attention_inputs"}
-            whole(steps[0]).assert_same(expected, FACTOR)
-            qwen3.reset()
-
-
-def test_two_runs_give_the_same_bits(qwen3):
-    model = tiny_qwen3_moe(torch.bfloat16)
-    qwen3.apply()
-    check_same_bits(model, input_ids=TOKENS, labels=LABELS)
 
 
 def test_what_a_layer_of_experts_saves(qwen3):

@@ -5,31 +5,22 @@ import copy
 import pytest
 import torch
 
-from tests.models import random_tokens, tiny_model
+from tests.models import losses_of, random_tokens, tiny_model
 
 ROWS = random_tokens(48, 24)
 
 
-def losses_of(model, steps=10):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        rows = ROWS[4 * (step % 2) :][:4]
-        loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def losses(model):
+    return losses_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3), (ROWS[4 * (step % 2) :][:4] for step in range(10)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_ten_steps(qwen3, tied):
     model = tiny_model(tie_word_embeddings=tied)
     start = copy.deepcopy(model)
-    expected = losses_of(model)
+    expected = losses(model)
     qwen3.apply()
-    assert losses_of(start) == pytest.approx(expected, rel=1e-5)
+    assert losses(start) == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
 
 

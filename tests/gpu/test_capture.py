@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.models import tiny_model
+from tests.models import losses_of, tiny_model
 
 SIZES = {
     "vocab_size": 8192,
@@ -213,17 +213,8 @@ def test_two_shapes_share_the_memory(ops, pair):
 
 
 def test_a_training_in_the_same_bits(ops, pair):
-    losses = []
-    for model in pair:
-        optimizer, found = ops.AdamW(model.parameters(), lr=1e-3), []
-        for step in range(12):
-            ids = batch(step % 4)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
+    batches = [batch(step % 4) for step in range(12)]
+    losses = [losses_of(model, ops.AdamW(model.parameters(), lr=1e-3), batches, use_cache=False) for model in pair]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.models import Step, random_tokens, tiny_qwen3_moe
+from tests.models import Step, losses_of, random_tokens, tiny_qwen3_moe
 from tests.ops import expert_adapters, sparse_nodes
 from tests.ops.common import FLOATS
 from tests.patched import lora
@@ -107,16 +107,9 @@ def test_a_step_in_half_precision_is_as_exact_as_before(qwen3, dtype, normalised
 
 def test_twenty_steps(qwen3):
     def losses():
-        model, found = model_of(torch.float32), []
+        model = model_of(torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        for step in range(20):
-            ids = random_tokens(2, 100 + 8 * step).to(DEVICE)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return torch.tensor(found)
+        return torch.tensor(losses_of(model, optimizer, (random_tokens(2, 100 + 8 * step).to(DEVICE) for step in range(20))))
 
     expected = losses()
     qwen3.apply()

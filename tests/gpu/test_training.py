@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.models import Step, packed_groups, tiny_model
+from tests.models import Step, losses_of, packed_groups, tiny_model
 
 STEPS = 20
 
@@ -34,16 +34,7 @@ def tokens(batch, length, vocabulary=8192):
 
 
 def losses(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    found = []
-    for step in range(STEPS):
-        ids = tokens(4, 256 + step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return losses_of(model, torch.optim.AdamW(model.parameters(), lr=3e-4), (tokens(4, 256 + step) for step in range(STEPS)))
 
 
 def test_losses_stay_within_half_a_percent(ops):

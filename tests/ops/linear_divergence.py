@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import CPU, FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.linear_jsd import jsd_exact
 from tests.ops.suite import Case, of_suite
 
@@ -175,32 +176,21 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 OPERATION, KERNELS = "shared/ops/linear_divergence.py", "kernel_src/head_divergence.py"
 MUTANTS = [
-    *errors_in(KERNELS, "between", "log_mixture", ("beta * q", "q"), ("(1.0 - beta) * p", "p")),
-    *errors_in(KERNELS, "forward", "head_divergence_sums",
-         ("part * TILE + ct.arange", "ct.arange"),
-         ("ct.sum(q * (teacher_bits - bits), 0) * LN2", "ct.sum(q * (teacher_bits - bits), 0)"),
-         ("mine = (1.0 - beta) * mine", "mine = mine", "between"),
-         ("+ beta * ct.sum", "+ ct.sum", "between"),
-         ("cols, teacher_scale, teacher_softcap, teacher_after)", "cols, scale, softcap, after)")),
-    *errors_in(KERNELS, "between", "head_divergence_gradient",
-         ("part * TILE + ct.arange", "ct.arange"),
-         ("rest = 1.0 - beta", "rest = 1.0"),
-         ("- ct.gather(own, row, check_bounds=False)", ""),
-         ("dz * g", "dz"),
-         ("dz * g * slope", "dz * g")),
-    *errors_in(KERNELS, "between", "log_p", ("slope * (scale * after)", "slope * after"), ("- log_sum * LOG2E", "")),
-    *errors_in(KERNELS, "falling", "log_p", ("ct.where(cols < logits.shape[1], bits, LEAST)", "bits")),
+    *generated(KERNELS, "between", "log_mixture"),
+    *generated(KERNELS, "forward or between", "head_divergence_sums head_divergence_gradient"),
+    *generated(KERNELS, "between or falling", "log_p"),
+    *generated(OPERATION, "a trained bias or frozen", "_LinearDivergence.forward"),
+    *generated(OPERATION, "between or silent tokens or forward", "_TorchPiece.write", kernels=False),
+    (KERNELS, "head_divergence_sums", "cols, teacher_scale, teacher_softcap, teacher_after)", "cols, scale, softcap, after)", "forward"),
     (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
+    (KERNELS, "head_divergence_gradient", "ct.where(g == 0.0, 0.0, dx)", "dx", "silent tokens"),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.forward", ("backward(gradients.hidden,", "backward(-gradients.hidden,")),
-    *errors_in(OPERATION, "a trained bias", "_LinearDivergence.forward", ("not (needs[1] or needs[2])", "not needs[1]")),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.backward",
          ("upstream[:, None] if factor is None", "1.0 if factor is None"),
          ("torch.where(upstream[:, None] == 0, 0.0, gradient * number)", "(gradient * number)", "silent tokens, frozen")),
     *errors_in(OPERATION, "silent tokens", "_TorchPiece.write", ("torch.where(scale[:, None] == 0, 0.0, dz)", "dz"), kernels=False),
-    *errors_in(KERNELS, "silent tokens", "head_divergence_gradient", ("ct.where(g == 0.0, 0.0, dx)", "dx")),
     *errors_in(OPERATION, "chunks", "_run", ("teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]")),
     *errors_in(OPERATION, "fp16", "_Piece.gradient", ("scale = scale * power", "pass")),
-    *errors_in(OPERATION, "between", "_TorchPiece.write", ("- self.own[:, None]", ""), ("dz * slope", "dz"), kernels=False),
 ]  # fmt: skip
 CHECKS = of_suite({
     "forward": lambda ops: check_linear_divergence(ops, "cpu", F32, classes=4107, **CAPPED),

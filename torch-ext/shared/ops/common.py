@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from numbers import Integral
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -104,9 +104,14 @@ def autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def numbers_in(version: str, count: int = 2) -> Tuple[int, ...]:
+    """The first numbers of a version, before what a plus adds to it."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:count])
+
+
 def check_torch(version: str) -> None:
     """Raises ImportError for a torch that is older than any that the package was tested with."""
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MIN:
+    if numbers_in(version) < TORCH_MIN:
         expected = ".".join(map(str, TORCH_MIN))
         raise ImportError(f"torch is {version}, expected torch>={expected}. Run: pip install 'torch>={expected}'")
 
@@ -130,7 +135,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def kernels_compute(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
     """Whether kernels run on these tensors and have something to do: x is neither in float64 nor empty."""
-    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x, *others)
+    return x.dtype != torch.float64 and kernels_run_on(x, *others) and x.numel() > 0
 
 
 def constant_when_traced(function: Callable) -> Callable:
@@ -157,15 +162,28 @@ def _replayed_with_lists(function: Callable) -> Callable:
     return lambda *args: again(*[tuple(arg) if type(arg) is list else arg for arg in args])
 
 
-def traceable(name: str, function: Callable, fake: Callable, then: Optional[Callable] = None, computes: bool = False) -> Callable:
+def _contiguous(function: Callable) -> Callable:
+    """The function itself, which PyTorch's operations compute on tensors without data, with contiguous results."""
+
+    def fake(*args):
+        found = function(*args)
+        return found.new_empty(found.shape) if isinstance(found, torch.Tensor) else tuple([each.new_empty(each.shape) for each in found])
+
+    return fake
+
+
+def traceable(
+    name: str, function: Callable, fake: Optional[Callable] = None, then: Optional[Callable] = None, computes: bool = False
+) -> Callable:
     """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
 
-    In eager mode it is the function itself, which replay.py runs again where it can. fake: the same function on tensors without data. A
+    In eager mode it is the function itself, which replay.py runs again where it can. fake: the same function on tensors without data, where
+    that needs more than the formula of PyTorch, such as the tensors' numbers, or has other strides than contiguous results. A
     tracer relies on the strides that it gives, so the operator's results get them. then: called with the results, gives what is returned
     instead, such as parts of one of them, which an operator may not return; replayed too. computes: whether the function also computes with
     PyTorch, as of `replayed_with_products`. The operator is defined without torch.library.custom_op, whose calls cost 13 us more each.
     """
-    expected: dict = {}
+    fake, expected = fake or _contiguous(function), {}  # type: ignore[var-annotated]
 
     def layouts(args) -> tuple:
         key = tuple([(a.dtype, a.shape, a.stride()) if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])

@@ -103,13 +103,8 @@ def _scalar(x):
     return x.new_empty((), dtype=accumulation_dtype(x.dtype))
 
 
-divergence_forward = traceable(
-    "divergence_forward",
-    _forward,
-    lambda x, y, labels, kind, scale, averages, parameter, ignore_index, writes: (_scalar(x), x.new_empty(x.shape if writes else 0)),
-)
-
-divergence_backward = traceable("divergence_backward", _backward, lambda dloss, x, *_: x.new_empty(x.shape))
+divergence_forward = traceable("divergence_forward", _forward)
+divergence_backward = traceable("divergence_backward", _backward)
 
 
 class _Divergence(torch.autograd.Function):
@@ -213,7 +208,6 @@ def _logits_forward_fake(x, *_):
 
 
 divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits_forward, _logits_forward_fake)
-
 divergence_of_logits_backward = traceable("divergence_of_logits_backward", _logits_backward, lambda dloss, x, *_: x.new_empty(x.shape))
 
 

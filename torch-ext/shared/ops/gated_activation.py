@@ -165,16 +165,10 @@ def _packed_backward(dout: torch.Tensor, gate_up: torch.Tensor, activation: str)
     return dgate_up
 
 
-def _empty(tensor):
-    return tensor.new_empty(tensor.shape)
-
-
-forward = traceable("gated_activation_forward", _forward, lambda gate, up, *_: _empty(gate))
-backward = traceable("gated_activation_backward", _backward, lambda dout, gate, up, *_: (_empty(gate), _empty(up)))
-packed_forward = traceable(
-    "gated_activation_packed_forward", _packed_forward, lambda both, _: both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
-)
-packed_backward = traceable("gated_activation_packed_backward", _packed_backward, lambda dout, both, _: _empty(both))
+forward = traceable("gated_activation_forward", _forward)
+backward = traceable("gated_activation_backward", _backward)
+packed_forward = traceable("gated_activation_packed_forward", _packed_forward)
+packed_backward = traceable("gated_activation_packed_backward", _packed_backward)
 
 
 class _GatedActivation(torch.autograd.Function):

@@ -42,9 +42,7 @@ def _run(
     return out.view(v.shape), final
 
 
-_step = traceable(
-    "gated_delta_step", _run, lambda q, k, v, g, beta, state, scale, norm: (v.new_empty(v.shape), state.new_empty(state.shape))
-)
+_step = traceable("gated_delta_step", _run)
 
 
 def gated_delta_step(q, k, v, g, beta, *, initial_state=None, scale: Optional[float] = None, l2_norm: bool = False):

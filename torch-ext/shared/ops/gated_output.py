@@ -47,9 +47,9 @@ def gated_output_backward_reference(dy, out, gate) -> Pair:
 
 def _fits(out, *others) -> bool:
     """Whether kernels take these rows."""
-    if out.dtype not in (*HALF, torch.float32) or any(t.dtype != out.dtype for t in others) or out.numel() == 0:
+    if out.dtype not in (*HALF, torch.float32) or any(t.dtype != out.dtype for t in others):
         return False
-    if not kernels_run_on(out, *others) or "gated_output" not in launch.backend.artifacts.operations():
+    if not kernels_run_on(out, *others) or out.numel() == 0 or "gated_output" not in launch.backend.artifacts.operations():
         return False
     return out.shape[-1] in _forward_kernel.lengths("out", 1)
 
@@ -100,10 +100,8 @@ def _are_rows(*tensors: torch.Tensor) -> bool:
     return True
 
 
-gated_output_forward = traceable("gated_output_forward", _forward, lambda out, gate: out.new_empty(out.shape))
-gated_output_backward = traceable(
-    "gated_output_backward", _backward, lambda dy, out, gate: (out.new_empty(out.shape), gate.new_empty(gate.shape))
-)
+gated_output_forward = traceable("gated_output_forward", _forward)
+gated_output_backward = traceable("gated_output_backward", _backward)
 
 
 class GatedOutputFunction(torch.autograd.Function):

@@ -251,17 +251,8 @@ def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.
     return sums, True
 
 
-def _fake_forward(x, weight, bias, groups, eps):
-    rows = x.shape[0] * groups
-    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=accumulation_dtype(x.dtype)) for _ in range(2)]
-
-
-def _fake_backward(dy, x, weight, mean, rstd, need_parameters):
-    return x.new_empty(x.shape), weight.new_empty((2, x.shape[1]) if need_parameters else (0,))
-
-
-group_norm_forward = traceable("group_norm_forward", _forward, _fake_forward)
-group_norm_backward = traceable("group_norm_backward", _backward, _fake_backward, halves)
+group_norm_forward = traceable("group_norm_forward", _forward)
+group_norm_backward = traceable("group_norm_backward", _backward, then=halves)
 
 
 class GroupNormFunction(torch.autograd.Function):

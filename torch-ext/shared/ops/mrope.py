@@ -73,17 +73,13 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
     return outs[0], outs[1]
 
 
-def _pick_fake(cos, sin, *_):
-    return cos.new_empty(cos.shape[1:]), sin.new_empty(sin.shape[1:])
-
-
 def _fake(q, k, cos, sin, half, heads_dim, backward):
     if heads_dim == 2:
         return q.new_empty(q.shape), k.new_empty(k.shape)
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
 
 
-mrope_pick = traceable("mrope_pick", _pick, _pick_fake)
+mrope_pick = traceable("mrope_pick", _pick)
 mrope_rotate = traceable("mrope", rotate_parts, _fake)
 
 

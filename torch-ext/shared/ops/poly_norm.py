@@ -101,18 +101,8 @@ def _backward(
     return dx.view(x.shape), column_sum(partial, weight.dtype)
 
 
-def _fake_forward(x, weight, bias, eps):
-    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], 3), dtype=accumulation_dtype(x.dtype))
-
-
-def _fake_backward(dy, x, weight, rstd, need_parameters):
-    return x.new_empty(x.shape), weight.new_empty(4 if need_parameters else 0)
-
-
-poly_norm_forward = traceable("poly_norm_forward", _forward, _fake_forward)
-poly_norm_backward = traceable(
-    "poly_norm_backward", _backward, _fake_backward, lambda dx, parameters: (dx, parameters[:3], parameters[3:])
-)
+poly_norm_forward = traceable("poly_norm_forward", _forward)
+poly_norm_backward = traceable("poly_norm_backward", _backward, then=lambda dx, parameters: (dx, parameters[:3], parameters[3:]))
 
 
 class PolyNormFunction(torch.autograd.Function):

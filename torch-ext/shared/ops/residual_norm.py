@@ -12,7 +12,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, needs_formula, new_like, once_differentiable, traceable
+from .common import apply_function, needs_formula, new_like, once_differentiable, traceable
 from .rms_norm import (
     add_rms_norm_backward,
     check,
@@ -44,11 +44,11 @@ def norm_add_reference(branch, residual, weight, eps: float, offset: float = 0.0
 def _fits(branch, residual, *weights) -> bool:
     """Whether kernels take this: rows that fit into the registers, all of one dtype."""
     dtype, length = branch.dtype, branch.shape[-1]
-    if any(tensor.dtype != dtype for tensor in (residual, *weights)) or dtype not in SEGMENTS.WHOLE or branch.numel() == 0:
+    if any(tensor.dtype != dtype for tensor in (residual, *weights)) or dtype not in SEGMENTS.WHOLE:
         return False
     if not SEGMENTS.reads_once(Norm(dtype, dtype, dtype, length)) or not kernels_run_on(branch, residual, *weights):
         return False
-    return "residual_norm" in launch.backend.artifacts.operations()
+    return branch.numel() > 0 and "residual_norm" in launch.backend.artifacts.operations()
 
 
 def _add(
@@ -93,19 +93,8 @@ def _add_norm(
     return total.view(residual.shape), y.view(branch.shape), rstd, next_rstd
 
 
-def _fake_add(branch, residual, weight, eps, offset=0.0, rounds="first"):
-    total = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
-    return total, branch.new_empty((branch.numel() // max(1, branch.shape[-1]),), dtype=accumulation_dtype(branch.dtype))
-
-
-def _fake_add_norm(branch, residual, weight, next_weight, eps, dtype=None, offset=0.0, rounds="first"):
-    total, rstd = _fake_add(branch, residual, weight, eps)
-    y = total.new_empty(total.shape, dtype=dtype or result_dtype_of_sum(branch, residual, next_weight, rounds))
-    return total, y, rstd, rstd.new_empty(rstd.shape, dtype=accumulation_dtype(total.dtype))
-
-
-norm_add_forward = traceable("norm_add_forward", _add, _fake_add)
-norm_add_norm_forward = traceable("norm_add_norm_forward", _add_norm, _fake_add_norm)
+norm_add_forward = traceable("norm_add_forward", _add)
+norm_add_norm_forward = traceable("norm_add_norm_forward", _add_norm)
 
 
 class NormAddFunction(torch.autograd.Function):

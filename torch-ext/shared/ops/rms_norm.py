@@ -6,7 +6,6 @@
 (GPT-OSS, OLMo, and Gemma, whose offset is 1). The gradients are the same for both.
 """
 
-import math
 from typing import Optional, Tuple
 
 import torch
@@ -166,33 +165,11 @@ def _add_backward(
     return dx.to(x.dtype), dweight
 
 
-def _fake_forward(x, weight, eps, dtype=None, offset=0.0, rounds="first"):
-    y = x.new_empty(x.shape, dtype=dtype or result_dtype(x, weight, rounds))
-    return y, x.new_empty((math.prod(x.shape[:-1]),), dtype=accumulation_dtype(x.dtype))
-
-
-def _fake_recompute(x, weight, rstd, dtype=None, offset=0.0, rounds="first"):
-    return _fake_forward(x, weight, 0.0, dtype, offset, rounds)[0]
-
-
-def _fake_add_forward(x, residual, weight, eps, dtype=None, offset=0.0, rounds="first", multiplier=1.0):
-    dtype = dtype or result_dtype_of_sum(x, residual, weight, rounds)
-    return (residual.new_empty(residual.shape), *_fake_forward(residual, weight, eps, dtype, offset, rounds))
-
-
-def _fake_backward(dy, x, weight, rstd, need_dweight, offset=0.0):
-    return x.new_empty(x.shape), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
-
-
-def _fake_add_backward(dy, dtotal, *rest):
-    return _fake_backward(dy, *rest)
-
-
-rms_norm_forward = traceable("rms_norm_forward", _forward, _fake_forward)
-rms_norm_backward = traceable("rms_norm_backward", _backward, _fake_backward)
-rms_norm_recompute = traceable("rms_norm_recompute", _recompute, _fake_recompute)
-add_rms_norm_forward = traceable("add_rms_norm_forward", _add_forward, _fake_add_forward)
-add_rms_norm_backward = traceable("add_rms_norm_backward", _add_backward, _fake_add_backward)
+rms_norm_forward = traceable("rms_norm_forward", _forward)
+rms_norm_backward = traceable("rms_norm_backward", _backward)
+rms_norm_recompute = traceable("rms_norm_recompute", _recompute)
+add_rms_norm_forward = traceable("add_rms_norm_forward", _add_forward)
+add_rms_norm_backward = traceable("add_rms_norm_backward", _add_backward)
 
 
 # ---------------------------------------------------------------- autograd

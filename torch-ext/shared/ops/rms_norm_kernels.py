@@ -342,7 +342,7 @@ FAMILIES = (ROWS, SEGMENTS, ONE_TILE)
 
 def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
     """The family whose kernels take a step of a norm; None where PyTorch does it. others: what else a kernel reads."""
-    if x.numel() == 0 or not kernels_run_on(x, *others):
+    if not kernels_run_on(x, *others) or x.numel() == 0:
         return None
     return _chosen(launch.backend, norm, step)
 

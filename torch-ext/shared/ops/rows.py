@@ -15,9 +15,9 @@ def kernels_take(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[to
     on the tensors. others: what a launch reads beside them, such as the incoming gradient."""
     dtype = parameters[0].dtype
     same = dtype == x.dtype and (dtype in HALF or dtype == torch.float32)
-    if not (same or (dtype == torch.float32 and x.dtype in HALF)) or x.numel() == 0:
+    if not (same or (dtype == torch.float32 and x.dtype in HALF)):
         return False
-    return all(p.dtype == dtype for p in parameters) and kernels_run_on(x, *parameters, *others)
+    return all(p.dtype == dtype for p in parameters) and kernels_run_on(x, *parameters, *others) and x.numel() > 0
 
 
 def rows_of(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -119,15 +119,9 @@ def _backward_recompute(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     return dgate.reshape(gate.shape), dup.reshape(up.shape), out
 
 
-def _empty(tensor):
-    return tensor.new_empty(tensor.shape)
-
-
-swiglu_forward = traceable("swiglu_forward", _forward, lambda gate, up: _empty(gate))
-swiglu_backward = traceable("swiglu_backward", _backward, lambda dout, gate, up: (_empty(gate), _empty(up)))
-swiglu_backward_recompute = traceable(
-    "swiglu_backward_recompute", _backward_recompute, lambda dout, gate, up: (_empty(gate), _empty(up), _empty(gate))
-)
+swiglu_forward = traceable("swiglu_forward", _forward)
+swiglu_backward = traceable("swiglu_backward", _backward)
+swiglu_backward_recompute = traceable("swiglu_backward_recompute", _backward_recompute)
 
 
 class _SwiGLU(torch.autograd.Function):

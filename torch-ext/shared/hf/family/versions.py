@@ -8,12 +8,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
+from ...ops.common import numbers_in
 from ..parts.explanation import Reason
 from ..parts.fingerprint import fingerprints_in
 from ..parts.hub import TRANSFORMERS_EXPECTED
@@ -58,14 +58,10 @@ def release() -> str:
     except ImportError as error:
         raise ImportError(f"transformers is not installed. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'") from error
     version = transformers.__version__
-    if _major_and_minor(version) < OLDEST:
+    if numbers_in(version) < OLDEST:
         advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
         raise ImportError(f"transformers is {version}, {advice}")
     return version
-
-
-def _major_and_minor(version: str) -> Tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @functools.lru_cache(maxsize=None)
@@ -79,11 +75,11 @@ def installed() -> Tuple[int, ...]:
             continue
         for name in names:
             if name.startswith("transformers-") and name.endswith(".dist-info"):
-                return _major_and_minor(name.partition("-")[2])
+                return numbers_in(name.partition("-")[2])
     try:
-        return _major_and_minor(importlib.metadata.version("transformers"))
+        return numbers_in(importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
-        return _major_and_minor(TESTED[-1])
+        return numbers_in(TESTED[-1])
 
 
 def is_installed() -> bool:

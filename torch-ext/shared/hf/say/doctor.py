@@ -2,13 +2,12 @@
 
 import argparse
 import platform
-import re
 from importlib import metadata
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ...ops.common import TORCH_MIN
+from ...ops.common import TORCH_MIN, numbers_in
 from ...runtime import launch
 from ...runtime.artifacts import ArtifactError
 from ...runtime.device import why_no_kernels
@@ -53,15 +52,11 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def _numbers(version: str) -> Tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
 def version_fits(version: str, expected: str) -> bool:
     """Tells whether a version is within `expected`, such as ">=0.16.2,<0.18"."""
-    found = _numbers(version)
+    found = numbers_in(version, 3)
     for bound in expected.split(","):
-        limit = _numbers(bound)
+        limit = numbers_in(bound, 3)
         if bound.startswith("<"):
             if found[: len(limit)] >= limit:
                 return False
