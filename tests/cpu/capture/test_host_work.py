@@ -152,3 +152,32 @@ def test_few_calls_for_a_layer(package, tiny_model, idle):
         step(model, 1)
     few, many = (calls_of(package, lambda model=model: step(model, 3)) for model in models)
     assert (many - few) / 4 <= CALLS[Rerun.together]
+
+
+def test_gradients_that_accumulate_move_after_the_backward_pass(package, tiny_model, idle, monkeypatch):
+    """Then the device still works; a forward pass would wait for it. Those that nothing adds to stay where they are."""
+    model, moved = recorded(package, tiny_model), []
+    multiply = torch._foreach_mul
+    monkeypatch.setattr(torch, "_foreach_mul", lambda tensors, factor: moved.append(len(tensors)) or multiply(tensors, factor))
+    idle()
+
+    def moved_in(passes):
+        """How many gradients each forward pass and each backward pass of a step moves."""
+        found = []
+        for number in range(passes):
+            loss = model(**padded(number), use_cache=False).loss
+            found.append(sum(moved))
+            moved.clear()
+            loss.backward()
+            found.append(sum(moved))
+            moved.clear()
+        model.zero_grad()
+        return found
+
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    assert moved_in(2) == [0, 0, trained, 0]
+    assert moved_in(2) == [0, trained, 0, 0]
+    assert moved_in(1) == [0, trained]
+    assert moved_in(1) == moved_in(1) == [0, 0]
+    assert moved_in(2) == [0, 0, trained, 0]
+    assert moved_in(3) == [0, trained, 0, 0, 0, 0]
