@@ -1,8 +1,10 @@
 """What Trainer asks a captured model in each pass is what the model's class says, without a walk over all modules."""
 
 import copy
+import gc
 import itertools
 import operator
+import weakref
 
 import peft
 import pytest
@@ -89,6 +91,45 @@ def test_how_a_user_finds_parameters_is_kept(adapted, monkeypatch, place):
     owner = {"class": type(model), "model": model}[place]
     monkeypatch.setattr(owner, "named_parameters", lambda *args, **kwargs: iter([("one", found[0])]), raising=False)
     assert list(model.parameters()) == found
+
+
+@pytest.mark.parametrize("change", ("exchanged", "removed", "emptied", "added below a leaf", "parameter", "a list's"))
+def test_what_changes_between_two_questions_is_noticed(adapted, change):
+    model, causal_lm = adapted
+    layer, norm = causal_lm.model.layers[0], causal_lm.model.norm
+    assert model.train() is model and list(model.parameters())
+    if change == "exchanged":
+        layer.mlp = nn.Linear(3, 3).eval()
+    if change == "removed":
+        del layer.mlp.down_proj
+    if change == "emptied":
+        del norm.weight
+    if change == "added below a leaf":
+        norm.more = nn.Sequential(nn.Linear(2, 2).eval())
+    if change == "parameter":
+        norm.weight = nn.Parameter(torch.ones(5))
+    if change == "a list's":
+        del causal_lm.model.layers[1]
+    found, expected = list(model.parameters()), list(nn.Module.parameters(model))
+    assert len(found) == len(expected) and all(map(operator.is_, found, expected))
+    assert causal_lm.num_parameters(exclude_embeddings=True) == asked(causal_lm, (False, True))
+    assert all(module.training for module in model.train().modules())
+
+
+def test_a_captured_model_goes_with_its_last_user(package, tiny_model):
+    """What was found of it refers to no module that holds it."""
+    model = package.kernelize(tiny_model())
+    package.capture(model)
+    model.train()
+    assert list(model.parameters()) and model.num_parameters()
+    gone, enabled = weakref.ref(model), gc.isenabled()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_the_mode_changes_where_it_is_another(adapted):

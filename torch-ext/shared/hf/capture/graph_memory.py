@@ -97,7 +97,7 @@ class Memory:
         self._gradients.clear()
 
 
-def move_gradients(parameters: Sequence[nn.Parameter], homes: Sequence[Optional[torch.Tensor]]) -> Optional[nn.Parameter]:
+def move_gradients(parameters: Sequence[Any], homes: Sequence[Optional[torch.Tensor]]) -> Optional[nn.Parameter]:
     """Moves the gradients that lie where graphs write into other memory, in few launches. homes: what the graphs write for each parameter.
     Returns one of the parameters whose gradient was moved."""
     gradients = list(map(_GRADIENT, parameters))

@@ -129,15 +129,15 @@ def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
     if _is_listened_to([vars(decoder), *tree.states], tree.hooks) or not all(_is_known(cls, modeling) for cls in each):
         return True
     asked = {cls for cls in each if cls.__module__.startswith(ASKED_EACH)}
-    return bool(asked) and any(map(_may_average, itertools.compress(tree.states, map(asked.__contains__, kinds))))
+    states = itertools.compress(tree.states, map(asked.__contains__, kinds)) if asked else ()
+    return any(map(_may_average, [state for state in states if state.get("lora_variant") or state.get("state") is not None]))
 
 
 def _may_average(state: Dict[str, Any]) -> bool:
     """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens. state: the
-    attributes of a module."""
-    variants, eight_bits = state.get("lora_variant"), state.get("state")
-    unknown = variants and not all(type(variant).__name__.startswith(VARIANTS) for variant in variants.values())
-    return bool(unknown or getattr(eight_bits, "threshold", 0))
+    attributes of a module that has a variant, or a state of its weight."""
+    known = all(type(variant).__name__.startswith(VARIANTS) for variant in (state.get("lora_variant") or {}).values())
+    return not known or bool(getattr(state.get("state"), "threshold", 0))
 
 
 def _is_listened_to(states: List[Dict[str, Any]], hooks: Iterable[dict]) -> bool:
@@ -272,11 +272,12 @@ def without_padding(
         seen = torch.arange(tokens, device=device)
     else:
         mask = mask.bool()
-        if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
+        real, labelled = torch.stack((mask.flatten(), target != ignore_index)).cpu()  # the only wait for the device
+        if padding_of(real.view(batch, tokens)) not in (BEFORE, BESIDE) or bool((labelled & ~real).any()):
             return kwargs, None
         if keeps:
             return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}, None
-        seen = mask.flatten().nonzero()[:, 0]
+        seen = real.nonzero()[:, 0].to(device, non_blocking=True)
         if not seen.numel():
             return kwargs, None
         positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)

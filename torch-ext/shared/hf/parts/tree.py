@@ -3,7 +3,7 @@
 
 import itertools
 import operator
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from torch import nn
 
@@ -77,7 +77,7 @@ def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
     """The parameters of a module in the order in which PyTorch finds them: a module's own before those of what it holds."""
     found: Dict[int, nn.Parameter] = {}
     seen: set = {None}
-    left: List[nn.Module] = [root]
+    left: List[Any] = [root]
     while left:
         module = left.pop()
         if module in seen:
