@@ -57,11 +57,11 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
-                       norms=("before",), multiplier=1.0, tile=0, kind=None, corrected=False, gated=True):
+                       norms=("before",), multiplier=1.0, tile=0, scoring=None, corrected=False, gated=True):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
     the expert that every token goes to, whose gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms:
-    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. kind: of `Scores`;
+    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. scoring: of `Scores`;
     corrected: whether the router has a correction; gated: whether the expert that every token goes to has a score; without, its last
     projection has biases. In half precision the sizes must leave no choice of experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
@@ -100,8 +100,8 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     spec = importlib.import_module(f"{ops.__name__}.shared.decoder.spec")
     described = spec.Outputs(spec.Norm(AFTER), spec.Norm(0.5), spec.Norm(BEHIND), multiplier=multiplier)
     before_norm = norm_weight if "before" in norms else None
-    correction = randn(experts, device=device, seed=31, scale=0.3) if corrected else None
-    choice = nodes.Router(router, top_k, normalised, correction=correction, scores=nodes.Scores(**(kind or {})))
+    correction = randn(experts, dtype=FP32, device=device, seed=31, scale=0.3) if corrected else None
+    choice = nodes.Router(router, top_k, normalised, correction=correction, scores=nodes.Scores(**(scoring or {})))
     arguments = x, before_norm, choice, nodes.ExpertTensors(*weights), described
     of_branches = {name: leaves[name] for name, _ in more}
     expert = nodes.SharedExpert(leaves.get("score_gate"), of_shared) if shared else None
@@ -119,7 +119,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         branch = projected(before[1], o[1])
         total = x64 + multiplier * (rms_norm_exact(branch, exacts["after"], AFTER) if "after" in norms else branch)
     of_shared64 = (exacts.get("score_gate"), of_shared64) if shared else None
-    options = top_k, normalised, 0.5, of_shared64, exacts.get("behind"), multiplier, correction, kind
+    options = top_k, normalised, 0.5, of_shared64, exacts.get("behind"), multiplier, correction, scoring
     y64 = norm_experts_exact(total, norm64 if "before" in norms else None, *rest, *options)
     y64.backward(dy.double().cpu())
     assert_close(y, y64, dtype, "norm and experts", 2)
@@ -158,19 +158,19 @@ DEEPSEEK = {"of": "sigmoid", "groups": 3, "chosen": 2, "best": 2, "eps": 1e-20, 
 def check_scores(ops, device):
     """DeepSeek-V3's router, its V2's, ERNIE's and MiniMax-M2's; and sums that are less than they count as, or have something added."""
     options = {"experts": 12, "top_k": 3, "corrected": True}
-    check_norm_experts(ops, device, **options, kind=DEEPSEEK)
-    check_norm_experts(ops, device, **options, kind={**DEEPSEEK, "eps": 0.5, "groups": 1, "chosen": 1}, normalised=True, again=True)
-    check_norm_experts(ops, device, **options, kind=DEEPSEEK, normalised=False, recompute=True)
-    check_norm_experts(ops, device, experts=12, top_k=3, kind={"groups": 3, "chosen": 2, "factor": 4.0, "wide": True}, normalised=False)
-    check_norm_experts(ops, device, **options, kind={"least": 0.3, "wide": True})
-    check_norm_experts(ops, device, experts=12, top_k=3, kind={"of": "sigmoid", "rounds": False}, frozen=("router",))
-    check_norm_experts(ops, device, BF16, experts=6, top_k=6, kind={**DEEPSEEK, "chosen": 3})
-    check_norm_experts(ops, device, **options, kind=DEEPSEEK, tokens=0)
+    check_norm_experts(ops, device, **options, scoring=DEEPSEEK)
+    check_norm_experts(ops, device, **options, scoring={**DEEPSEEK, "eps": 0.5, "groups": 1, "chosen": 1}, normalised=True, again=True)
+    check_norm_experts(ops, device, **options, scoring=DEEPSEEK, normalised=False, recompute=True)
+    check_norm_experts(ops, device, experts=12, top_k=3, scoring={"groups": 3, "chosen": 2, "factor": 4.0, "wide": True}, normalised=False)
+    check_norm_experts(ops, device, **options, scoring={"least": 0.3, "wide": True})
+    check_norm_experts(ops, device, experts=12, top_k=3, scoring={"of": "sigmoid", "rounds": False}, frozen=("router",))
+    check_norm_experts(ops, device, BF16, experts=6, top_k=6, scoring={**DEEPSEEK, "chosen": 3})
+    check_norm_experts(ops, device, **options, scoring=DEEPSEEK, tokens=0)
 
 
 def check_expert_without_a_score(ops, device):
     """The expert that every token goes to without a gate of its own, with all kinds of what is frozen."""
-    check_norm_experts(ops, device, shared=40, gated=False, kind=DEEPSEEK, corrected=True, attended=True)
+    check_norm_experts(ops, device, shared=40, gated=False, scoring=DEEPSEEK, corrected=True, attended=True)
     check_norm_experts(ops, device, BF16, top_k=6, shared=24, gated=False)
     check_norm_experts(ops, device, shared=24, gated=False, recompute=True, again=True, packed=True)
     check_norm_experts(ops, device, shared=24, gated=False, frozen=("shared",), norms=("before", "behind"), multiplier=0.22)
@@ -195,7 +195,7 @@ def check_tiles_of_experts(ops, device):
     check_norm_experts(ops, device, tokens=40, tile=16, frozen=("x", "norm_weight", "router", "gate_up"))
     check_norm_experts(ops, device, tokens=40, tile=16, frozen=("gate_up", "down"), norms=("before", "behind"))
     check_norm_experts(ops, device, tokens=16, tile=16)
-    check_norm_experts(ops, device, tokens=40, tile=16, shared=24, gated=False, kind=DEEPSEEK, corrected=True)
+    check_norm_experts(ops, device, tokens=40, tile=16, shared=24, gated=False, scoring=DEEPSEEK, corrected=True)
 
 
 def check_parts_of_norm_experts_that_are_frozen(ops, device):
