@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import compiled_peer, models, published, routing, suites, unsloth_peer, varlen_peer
-from .providers import EIGHT_BITS_OF_OURS, WHEEL, is_ours, package, require_modules
+from .providers import EIGHT_BITS_OF_OURS, is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEVIATION = 0.02  # of every weight that is drawn
@@ -234,7 +234,6 @@ MIXTRAL = Family(
 GLM = dataclasses.replace(
     MIXTRAL,
     name="glm",
-    package=WHEEL,  # no package of the Hub has the kernels of experts and serves models without a row
     providers=("huggingface", "huggingface_flex", "bastile", "bastile_adamw"),  # Liger has nothing for it
     step_providers=("huggingface", "bastile"),
     masked_providers=("huggingface", "huggingface_flex", "bastile"),

@@ -85,9 +85,6 @@ FLOOR = "floor"  # no provider: what the bytes or the FLOPs alone take
 FLOOR_STYLE = {"color": "black", "linestyle": ":", "linewidth": 1}
 
 
-WHEEL = "torch-ext/bastile"
-
-
 class NotInstalled(ImportError):
     """The provider, or the operation of ours, does not exist here."""
 
@@ -151,15 +148,10 @@ def compiled(function):
 def package(folder: str = "."):
     """Return a package of ours as `kernels` loads it from its build/; its sources where nothing is built, which is enough for a CPU.
 
-    folder: of its build.toml, or WHEEL for the package that pip installs, whose kernels `tools.compile --wheel` builds. Where there is a
-    GPU, anything that keeps the kernels from running is an error.
+    folder: of its build.toml. Where there is a GPU, anything that keeps the kernels from running is an error.
     """
     os.environ.setdefault("BASTILE_STRICT", "1")
     backend = "cuda" if torch.cuda.is_available() else "cpu"
-    if folder == WHEEL:
-        if backend == "cuda" and not (ROOT / folder / "cubins").is_dir():
-            raise NotInstalled("the wheel has no kernels here; run python -m tools.compile --wheel --here")
-        return _sources(ROOT / folder, "bastile")
     if (ROOT / folder / "build" / f"torch-{backend}").is_dir():
         require_modules("kernels")
         from kernels import get_local_kernel

@@ -164,6 +164,20 @@ def test_without_kernels_a_model_gets_the_package_of_the_hub_that_serves_it(bast
     assert "forward" not in vars(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "class_name", "name"),
+    (("glm4_moe", "Glm4MoeForCausalLM", "bastile/moe"), ("starcoder2", "Starcoder2ForCausalLM", "bastile/decoders")),
+)
+def test_without_kernels_a_model_of_no_family_takes_the_package_that_has_those_of_its_layers(bastile, hub, kind, class_name, name):
+    model = tiny_of(kind, class_name)
+    expected = step_of(model)
+    bastile.kernelize(model)
+    assert list(hub) == [name]
+    step_of(model).assert_same(expected, FACTOR)
+    fused = [row.part for row in bastile.explain(model).rows if row.fused]
+    assert any("router, experts" in part for part in fused) is (name == "bastile/moe") and "loss without logits" in fused
+
+
 def test_without_kernels_apply_takes_every_package_of_the_hub(bastile, hub):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -34,8 +34,7 @@ class OnHub(NamedTuple):
 
 
 class Front(Interface):
-    """The calls of the package that pip installs. packages: of the Hub, in whose order a model's is looked for; the last one takes the
-    models of no family."""
+    """The calls of the package that pip installs. packages: of the Hub, in whose order a model's is looked for."""
 
     def __init__(self, package: str, packages: Sequence[OnHub], named: Mapping[str, type] = {}):
         super().__init__(package, [each.served for each in packages], named=named)
@@ -63,7 +62,10 @@ class Front(Interface):
         """What serves a model: this package's own calls, or a package of the Hub."""
         if self.has_kernels():
             return super()
-        found = next((each for each in self._packages if each.served.serves(model)), self._packages[-1])
+        found = next((each for each in self._packages if each.served.serves(model)), None)
+        if found is None:  # of no family: with experts it wants a package that has their kernels
+            with_experts = any("experts" in module._modules for module in model.modules())
+            found = next(each for each in self._packages if each.served.shapes and ("experts" in each.served.options) == with_experts)
         return self.from_hub(found.name)
 
     def put_on_classes(self, given):

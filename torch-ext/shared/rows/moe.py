@@ -37,4 +37,5 @@ SERVED = Served(
         Case(QWEN2_MOE, Sizes(2048, 5632, 16, 16, 128, 151936, expert=1408, top_k=4, shared=5632, bias=True)),
         Case(OLMOE, Sizes(2048, 0, 16, 16, 128, 50304, expert=1024, top_k=8)),
     ),
+    shapes=True,
 )

@@ -122,7 +122,7 @@ def _without_experts(row: Row) -> Row:
     """A row for a package that has no kernels of experts."""
     block = row.family.block
     family = row.family._replace(sparse=None, mlp=False, called=(*row.family.called, block))
-    return row._replace(family=family, called={**row.called, block: "this package has no kernels of experts; bastile/qwen3 has"})
+    return row._replace(family=family, called={**row.called, block: "this package has no kernels of experts; bastile/moe has"})
 
 
 def _check_parts(layer: nn.Module, copy: nn.Module) -> None:
