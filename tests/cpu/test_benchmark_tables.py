@@ -233,11 +233,12 @@ def test_everything_that_was_measured_is_known():
     """No provider, operation or step has results under a name that no file declares."""
     rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
-    others = {"adamw", "fits", "generate", "host", *(f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp"))}
+    others = {"adamw", "fits", "generate", "host", "training"}
+    others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp")}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values())}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.TRL.values(), *step_tables.EIGHT_BITS.values())}
     others |= {f"{family}_sft_lora_16_checkpointing_{kind}" for family in families.FAMILIES for kind in ("padded", "packed")}
-    others |= {f"{family}_step_{kind}" for family in families.FAMILIES for kind in ("skewed", "lora_16", "parts")}
+    others |= {f"{name}_{kind}" for name, family in families.FAMILIES.items() for kind in (*family.kinds, "step_parts")}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 
 
