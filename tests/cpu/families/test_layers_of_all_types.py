@@ -100,7 +100,10 @@ def _all_of(model) -> tuple:
         torch.manual_seed(5)  # of dropout that is no module
         steps.append(Step(model.train(), input_ids=tokens, attention_mask=mask, labels=tokens.where(mask > 0, -100), use_cache=False))
     model.eval()
-    generated = model.generate(tokens[:, :6], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    # RecurrentGemma of transformers 5.17 looks in its cache for an attention layer, which two layers do not have.
+    cached = "attention" in getattr(model.config, "layers_block_type", ("attention",))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": cached}
+    generated = model.generate(tokens[:, :6], **options)
     model.train()
     return steps, generated
 
