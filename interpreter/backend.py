@@ -85,7 +85,7 @@ class InterpretedArtifacts:
         )
         images = dict.fromkeys(source.targets or ARCHITECTURES)
         waits = entry.get("waits", False)
-        return artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images, waits)
+        return artifacts.BuiltVariant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images, waits)
 
     def kernel(self, source):
         return self.replace.get(source.kernel_name, source.kernel)

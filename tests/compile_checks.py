@@ -68,7 +68,7 @@ def check_compiled_self_checks(package, device, dtype, **options):
     """What `python -m bastile --check` calls gives the same when it is compiled whole, forward and backward. options: class attributes of
     its `Inputs`, such as how many tokens it draws."""
     self_check = self_check_of(package)
-    eager = type("Inputs", (self_check.Inputs,), options)
+    eager = type("Inputs", (self_check.CheckInputs,), options)
 
     class Compiled(eager):
         def call(self, function, *arguments, **switches):

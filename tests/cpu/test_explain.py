@@ -359,7 +359,7 @@ def test_every_package_checks_the_operations_whose_kernels_it_ships(name, reques
     interpret(package, kernels_of(FOLDERS[name]))
     found = shared(package, "hf.say.self_check")
     for size, few in (("tokens", 8), ("classes", 100), ("long", 2100)):
-        monkeypatch.setattr(found.Inputs, size, few)
+        monkeypatch.setattr(found.CheckInputs, size, few)
     monkeypatch.setattr(found, "BOUNDS", {torch.bfloat16: found.BOUNDS[torch.bfloat16]})
     done = found.run()
     assert [str(case) for case in done.cases if case.failures] == []

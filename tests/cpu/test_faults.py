@@ -82,7 +82,7 @@ def test_after_out_of_memory_an_operation_gives_the_same_as_ever(loaded_ops, ope
 def test_out_of_memory_inside_a_chunk_keeps_nothing_and_a_smaller_batch_goes_on(loaded_ops, monkeypatch, reduction):
     """The buffer of the chunk is free again, and the gradients of an earlier step are untouched."""
     module = importlib.import_module(loaded_ops.linear_cross_entropy.__module__.replace("linear_cross_entropy", "linear_head"))
-    monkeypatch.setattr(module, "plan_chunks", lambda *_: module.Chunks(4, FP32))
+    monkeypatch.setattr(module, "plan_chunks", lambda *_: module.HeadChunks(4, FP32))
     hidden, weight = randn(11, 8, dtype=FP32, device="cpu"), leaf(randn(50, 8, dtype=FP32, device="cpu", seed=1))
     target = torch.arange(11)
     buffers = []

@@ -105,7 +105,7 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
     found = []
     for layout in (far_apart, torch.clone):
         buffer = layout(logits)
-        chunk = module.KernelChunk(buffer, target, None, module.Options(**options))
+        chunk = module.KernelChunk(buffer, target, None, module.CrossEntropyOptions(**options))
         loss = chunk.loss()
         chunk.gradient(torch.tensor([0.5]))
         found.append((loss, buffer))

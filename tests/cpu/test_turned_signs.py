@@ -23,7 +23,7 @@ def turned(tensor):
 def inputs_of(package, place):
     """Draws arguments, of which the one at a place has its sign turned; `count` of them so far."""
 
-    class Inputs(self_check_of(package).Inputs):
+    class Inputs(self_check_of(package).CheckInputs):
         tokens, classes = 24, 300  # few, for the interpreter
         count = 0
 

@@ -64,7 +64,7 @@ def check_sums_of_jsd(package):
 def check_options_of_the_operator(package):
     """What the operator of a graph is given stands for the very same options."""
     lce = importlib.import_module(f"{package.__name__}.shared.ops.linear_cross_entropy")
-    defaults = lce.Options()
+    defaults = lce.CrossEntropyOptions()
     for name, value in {"ignore_index": 3, "label_smoothing": 0.1, "softcap": 2.0, "lse_square_scale": 0.5, "use_token_scaling": True,
                         "accum_dtype": FP32, "return_z_loss": True, "return_token_accuracy": True,
                         "return_predicted_tokens": True}.items():  # fmt: skip

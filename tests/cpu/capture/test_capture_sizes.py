@@ -368,7 +368,7 @@ def test_wrong_arguments(qwen3, monkeypatch):
 def test_the_counts_are_halved_where_too_many_kinds_came(qwen3, monkeypatch):
     sizes = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture.graph_sizes")
     monkeypatch.setattr(sizes, "KNOWN", 3)
-    found = sizes.Sizes(1, 0)
+    found = sizes.GraphSizes(1, 0)
     for key in "aaaabbc":
         found.choose((key,))
     assert found.chosen == {("a",)} and found.choose(("d",)) == sizes.Choice(False)

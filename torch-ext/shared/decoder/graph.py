@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 
 from ..ops.common import constant_when_traced, once_differentiable, operator_of
-from .projection import Layout, need_traceable, projection_of, told_of
+from .projection import NodeLayout, need_traceable, projection_of, told_of
 from .spec import constants_of, spec_of
 
 _text = constant_when_traced(lambda *values: json.dumps(values, default=str))  # a graph has one guard for it
@@ -46,7 +46,7 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
             projections = map(projection_of, told)
             groups = [[next(projections) for _ in range(length)] for length in lengths]
             tensors = of.tensors(*[each or None for each in there])
-            layout = Layout(spec_of(of.spec, spec), groups, getattr(torch, dtype[len("torch.") :]), eights)
+            layout = NodeLayout(spec_of(of.spec, spec), groups, getattr(torch, dtype[len("torch.") :]), eights)
             found = forms[text] = node.new_form(layout, tensors, True)
         return found
 

@@ -17,7 +17,7 @@ from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .eight_bits import groups_in_eight
 from .graph import InGraph, in_graph_of
-from .projection import SIZE, CodedWeight, Layout, Projection, by_projection, layout_of
+from .projection import SIZE, CodedWeight, NodeLayout, Projection, by_projection, layout_of
 
 Shape = Tuple[type, Tuple[int, ...]]  # of a tree: its class, and for each field the length of a list, or ONE
 ONE = -1
@@ -62,7 +62,7 @@ class Given(NamedTuple):
     neighbouring weights. in_graph: whether an operator runs, in which no two results may be parts of one tensor.
     """
 
-    layout: Layout
+    layout: NodeLayout
     tensors: Any
     parts: list
     sizes: Tuple[int, ...]
@@ -87,7 +87,7 @@ class Form:
 
     __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "needs", "order", "packed", "places", "saved", "started", "tensors")
 
-    def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
+    def __init__(self, layout: NodeLayout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
         self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
         self.order: Sequence[int] = ()
         self.layout, self.kind = layout, type(tensors)
@@ -205,14 +205,14 @@ class Node:
             return apply_in_parts(self.function, *arguments)
         return apply_function(self.function, None, *arguments)
 
-    def form_of(self, layout: Layout, tensors) -> Form:
+    def form_of(self, layout: NodeLayout, tensors) -> Form:
         key = self, tuple([tensor is not None for tensor in tensors])
         found = layout.forms.get(key)
         if found is None:
             found = layout.forms[key] = self.new_form(layout, tensors)
         return found
 
-    def new_form(self, layout: Layout, tensors, in_graph: bool = False) -> Form:
+    def new_form(self, layout: NodeLayout, tensors, in_graph: bool = False) -> Form:
         return Form(layout, tensors, self.dropped(tensors), self.packs, in_graph)
 
 

@@ -242,7 +242,7 @@ class Group:
         self.replayable = not self.drops and not self.coded
 
 
-class Layout:
+class NodeLayout:
     """All of a node but its tensors: its description, and projections by what they read. There is one object for each combination, unless
     `replayable` is False: then what the node computes does not follow from its tensors alone."""
 
@@ -289,7 +289,7 @@ class Layout:
         return found
 
 
-IDENTITIES.add(Layout)
+IDENTITIES.add(NodeLayout)
 
 
 def is_replayable(spec: tuple) -> bool:
@@ -301,8 +301,8 @@ def is_replayable(spec: tuple) -> bool:
 _layouts: dict = {}
 
 
-def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> Layout:
-    """The `Layout` of a node. Of projections that draw random numbers, or have a `CodedWeight`, it is a new one each time; so it is of a
+def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> NodeLayout:
+    """Returns the `NodeLayout` of a node: a new one each time for projections that draw random numbers, or have a `CodedWeight`, and for a
     description with experts in codes, which a table would keep."""
     key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
     replayable = is_replayable(spec) and not any(getattr(spec, "coded", ()))
@@ -323,7 +323,7 @@ def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:
-        found = Layout(spec, groups, dtype, eights)
+        found = NodeLayout(spec, groups, dtype, eights)
         if replayable:
             if len(_layouts) >= KEPT:
                 _layouts.clear()

@@ -22,7 +22,7 @@ _gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
 _gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
 
 
-class Options(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
     """What the loss is beside plain cross entropy; see `linear_cross_entropy`."""
 
     ignore_index: int = -100
@@ -44,18 +44,18 @@ class Options(NamedTuple):
         return not (self.label_smoothing or self.softcap or self.lse_square_scale)
 
 
-_KINDS = [None if default is None else type(default) for default in Options._field_defaults.values()]
+_KINDS = [None if default is None else type(default) for default in CrossEntropyOptions._field_defaults.values()]
 
 
-def checked_options(dtype: torch.dtype, **given) -> Options:
+def checked_options(dtype: torch.dtype, **given) -> CrossEntropyOptions:
     """The options with numbers of one type each. dtype: of the weight. Raises ValueError for a number or dtype that makes no sense,
     TypeError for an option that does not exist."""
-    options = Options(**given)
+    options = CrossEntropyOptions(**given)
     check_numbers(options.label_smoothing, given.get("softcap"))
     check_accum_dtype(options.accum_dtype, dtype)
     options = options._replace(ignore_index=checked_index(options.ignore_index))
     values: list = [value if kind is None else kind(value or 0) for value, kind in zip(options, _KINDS)]
-    return Options(*values)
+    return CrossEntropyOptions(*values)
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -68,7 +68,7 @@ class LinearCrossEntropyOutput(NamedTuple):
     predicted_tokens: Optional[torch.Tensor] = None
 
 
-class Rows(NamedTuple):
+class TokenLosses(NamedTuple):
     """Results for every token: the loss, and where they were asked for, the z-loss that is a part of it and the most probable class."""
 
     loss: torch.Tensor
@@ -100,7 +100,7 @@ def joined(lse: torch.Tensor) -> torch.Tensor:
     return lse.sum(1)
 
 
-def z_loss_of(lse: torch.Tensor, options: Options) -> torch.Tensor:
+def z_loss_of(lse: torch.Tensor, options: CrossEntropyOptions) -> torch.Tensor:
     """lse_square_scale * lse^2; 0 without that option, also where the square is infinite. lse: as in `joined`."""
     return options.lse_square_scale * joined(lse).square() if options.lse_square_scale else torch.zeros_like(lse[:, 0])
 
@@ -154,7 +154,7 @@ class Chunk:
         """The losses [tokens] without token scaling."""
         raise NotImplementedError
 
-    def rows(self) -> Rows:
+    def rows(self) -> TokenLosses:
         options = self.options
         loss, z_loss, predicted = self.loss(), None, None
         if options.return_z_loss or options.predicts:
@@ -166,7 +166,7 @@ class Chunk:
         if options.use_token_scaling:
             self.scaling = torch.exp(-self.likelihood.detach())
             loss, z_loss = loss * self.scaling, None if z_loss is None else z_loss * self.scaling
-        return Rows(loss, z_loss, predicted)
+        return TokenLosses(loss, z_loss, predicted)
 
     def coefficients(self, scale):
         """a, b, c of kernel_src/cross_entropy.py, times the scale, which is that of the reduction or of every token."""
@@ -293,7 +293,7 @@ def reduced(rows, scale):
     return rows if scale is None else rows.sum() * scale.view(())
 
 
-def output_of(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+def output_of(loss, rows: TokenLosses, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
     """What is returned for a reduced loss and for the rows, whose own loss is ignored."""
     if not (options.return_z_loss or options.predicts):
         return loss

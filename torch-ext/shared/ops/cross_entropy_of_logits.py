@@ -25,9 +25,9 @@ from .common import (
 )
 from .cross_entropy import (
     Chunk,
+    CrossEntropyOptions,
     LinearCrossEntropyOutput,
-    Options,
-    Rows,
+    TokenLosses,
     TorchChunk,
     check_labels,
     check_one_value_a_class,
@@ -51,7 +51,7 @@ _gradient = Kernel("cross_entropy_backward", grid=pieces_grid)
 _gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=pieces_grid)
 
 
-def _plain(options: Options, class_weight) -> bool:
+def _plain(options: CrossEntropyOptions, class_weight) -> bool:
     return options.plain and class_weight is None
 
 
@@ -74,7 +74,7 @@ def _forward(
     lse_square_scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(losses [tokens], lse [tokens, 2])."""
-    options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight):
         in_torch = TorchChunk(logits, target, class_weight, options)
         return in_torch.loss(), in_torch.lse
@@ -115,7 +115,7 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient of sum(losses * dloss * scale). dloss: [], [1] or [tokens]; scale: [1]."""
     dloss = dloss.view(1) if dloss.dim() == 0 else dloss
-    options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight, dloss, scale, lse):
         # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
         in_torch = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
@@ -151,7 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
     the tokens that count, by kernels, and lse."""
 
     @staticmethod
-    def forward(ctx, logits, target, class_weight, scale, averages: bool, options: Options):
+    def forward(ctx, logits, target, class_weight, scale, averages: bool, options: CrossEntropyOptions):
         ctx.options = options[:4]
         losses, lse, scale = _forward_and_sum(logits, target, class_weight, scale, averages, ctx.options)
         ctx.save_for_backward(logits, target, class_weight, lse, lse.new_ones(1) if scale is None else scale)
@@ -250,7 +250,7 @@ def cross_entropy(
     counted = is_counted(target, classes, options.ignore_index)
     z_loss = torch.where(counted, z_loss_of(lse, options), 0.0) if return_z_loss else None
     predicted = torch.where(counted, logits.detach().argmax(1), -1) if options.predicts else None
-    return output_of(loss, Rows(loss, z_loss, predicted), scale, target, options)
+    return output_of(loss, TokenLosses(loss, z_loss, predicted), scale, target, options)
 
 
 def _check(logits, target, weight, reduction, ignore_index):

@@ -12,7 +12,7 @@ CHUNK = 64
 KEPT_ON = "_bastile_delta_chunks"  # an attribute of bounds that this package made: what was made of them
 
 
-class Chunks(NamedTuple):
+class DeltaChunks(NamedTuple):
     """The chunks of all documents, one after another, made once a batch and used by every layer.
 
     table: [2, chunks] int32, the first token of each and how many it has; chunks at the end may have none, as their exact number is known
@@ -25,14 +25,14 @@ class Chunks(NamedTuple):
     longest: Optional[int]
 
 
-def chunks_of_rows(batch: int, length: int, device: torch.device) -> Chunks:
+def chunks_of_rows(batch: int, length: int, device: torch.device) -> DeltaChunks:
     """Every row of a batch is a document."""
     each = -(-length // CHUNK)
     row = torch.arange(batch, dtype=torch.int32, device=device)
     offset = torch.arange(each, dtype=torch.int32, device=device) * CHUNK
     first = (row[:, None] * length + offset).flatten()
     count = (length - offset).clamp(max=CHUNK).repeat(batch)
-    return Chunks(torch.stack((first, count)), torch.stack((row * each, (row + 1) * each)), each)
+    return DeltaChunks(torch.stack((first, count)), torch.stack((row * each, (row + 1) * each)), each)
 
 
 def keeping_chunks(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def keeping_chunks(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return cu_seqlens
 
 
-def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
+def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> DeltaChunks:
     """Document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1].
 
     Args:
@@ -70,7 +70,7 @@ def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
     count = (lengths[document] - offset).clamp(0, CHUNK)
     first = torch.where(count > 0, ends[:-1][document] + offset, 0)
     longest = None if tracing or ends.is_cuda else int((last - start).max())
-    made = Chunks(torch.stack((first, count)).to(torch.int32), torch.stack((start, last)), longest)
+    made = DeltaChunks(torch.stack((first, count)).to(torch.int32), torch.stack((start, last)), longest)
     if kept is not None:
         setattr(cu_seqlens, KEPT_ON, (state, made))
     return made

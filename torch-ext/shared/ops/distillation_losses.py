@@ -16,7 +16,7 @@ from .common import accumulation_dtype, checked_index, fail, needs_formula
 from .divergence import check_numbers
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_head import fp16_factor
-from .linear_jsd import Loss, check_heads, linear_jsd, reduced_loss
+from .linear_jsd import LossOfLogits, check_heads, linear_jsd, reduced_loss
 
 DISTANCES = ("jsd", "cosine")
 
@@ -93,7 +93,7 @@ def linear_cosine(
         if counted is None:
             return loss.mean()
         return torch.where(counted, loss, 0.0).sum() / counted.sum().clamp(min=1)
-    of_chunks = Loss(_CosineOptions(ignore_index), _CosinePiece, _CosinePiece)
+    of_chunks = LossOfLogits(_CosineOptions(ignore_index), _CosinePiece, _CosinePiece)
     return reduced_loss((hidden, weight, bias), teacher, labels, of_chunks, ignore_index, "batchmean")
 
 

@@ -23,7 +23,7 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .divergence_terms import Options, inverse_of_count, losses_of, reference
+from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import multiply
 from .softmax import as_rows, log_sum_exp, pieces, pieces_grid, row_sum, slabs
 from .sums import inverse_count, nothing, total
@@ -44,7 +44,7 @@ LN2 = 0.6931471805599453
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
 
 
-def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def _with_kernels(x, y, labels, options: DivergenceOptions, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Computes what `reference` does, of rows; the gradient only if `writes`."""
     x, y = as_rows(x), as_rows(y)
     kernel = _kernels[options.kind]
@@ -66,7 +66,7 @@ def _forward(
     ignore_index: int, writes: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient or nothing) of distributions."""
-    options = Options(kind, scale, averages, parameter, ignore_index, None)
+    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, None)
     if not kernels_compute(x, y, labels):
         factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         loss, gradient = reference(x, y, labels, options, factor)
@@ -88,7 +88,7 @@ def _backward(
     ignore_index: int,
 ) -> torch.Tensor:
     """The gradient, multiplied by dloss before it is rounded."""
-    options = Options(kind, scale, averages, parameter, ignore_index, None)
+    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, None)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     kernels = kernels_compute(x, y, labels, dloss)
     if averages:
@@ -111,7 +111,7 @@ class _Divergence(torch.autograd.Function):
     """Hands the forward pass's gradient over once; see the head of this file."""
 
     @staticmethod
-    def forward(ctx, x, y, labels, options: Options):
+    def forward(ctx, x, y, labels, options: DivergenceOptions):
         ctx.options, ctx.gradient = options.of_distributions, None
         keeps = x.dtype != torch.float16 and not torch.compiler.is_compiling()
         ctx.save_for_backward(x, y, labels)
@@ -149,7 +149,7 @@ def _logits_forward(
     temperature: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, lse of x, lse of y, sum of g): a number, and two, two and one of a row; see kernel_src/divergence.py."""
-    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
+    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, temperature)
     if not kernels_compute(x, y, labels):
         factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         *lse, slope = _rows_of_logits(x)  # unused
@@ -184,7 +184,7 @@ def _logits_backward(
     ignore_index: int,
     temperature: float,
 ) -> torch.Tensor:
-    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
+    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, temperature)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     if not kernels_compute(x, y, labels, dloss):
         if averages:
@@ -213,7 +213,7 @@ divergence_of_logits_backward = traceable("divergence_of_logits_backward", _logi
 
 class _DivergenceOfLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, labels, options: Options):
+    def forward(ctx, x, y, labels, options: DivergenceOptions):
         ctx.options = tuple(options)
         loss, *rows = divergence_of_logits_forward(x, y, labels, *options)
         ctx.save_for_backward(x, y, labels, *rows)
@@ -308,7 +308,7 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
     rows = 1 if labels is not None else batch or x.shape[0]
     scale = {"mean": 1.0 / max(rows * classes if batch is None else x.numel(), 1), "batchmean": 1.0 / max(rows, 1)}.get(reduction, 1.0)
     averages = labels is not None and reduction != "sum"
-    options = Options(kind, scale, averages, parameter, ignore_index, float(temperature) if from_logits else None)
+    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, float(temperature) if from_logits else None)
     differentiable = torch.is_grad_enabled()
     if reduction == "none" or (differentiable and y.requires_grad) or needs_formula(x, y, labels):
         losses = losses_of(x, y, labels, options)

@@ -10,7 +10,7 @@ from .cross_entropy import shift_of
 LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
 
 
-class Options(NamedTuple):
+class DivergenceOptions(NamedTuple):
     """kind: "kl" (target: probabilities), "js" (target: log-probabilities) or "tv". scale: what the sum of the losses is multiplied
     by, beside one over the counted rows if `averages`. parameter: beta of "js", eps of "kl". temperature: of logits; None for
     distributions."""
@@ -72,7 +72,7 @@ def inverse_of_count(labels, ignore_index, dtype) -> torch.Tensor:
     return 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
 
 
-def losses_of(x, y, labels, options: Options) -> torch.Tensor:
+def losses_of(x, y, labels, options: DivergenceOptions) -> torch.Tensor:
     """Elementwise losses, differentiable in x and y; rows that do not count are 0, whatever they hold."""
     if labels is not None:
         counted = _counted(labels, options.ignore_index)[:, None]
@@ -83,7 +83,7 @@ def losses_of(x, y, labels, options: Options) -> torch.Tensor:
     return loss if labels is None else torch.where(counted, loss, 0.0)
 
 
-def reference(x, y, labels, options: Options, factor) -> Tuple[torch.Tensor, torch.Tensor]:
+def reference(x, y, labels, options: DivergenceOptions, factor) -> Tuple[torch.Tensor, torch.Tensor]:
     """(sum of the losses * scale * factor, its gradient by x)."""
     u, v = (x, y) if options.temperature is None else _distributions(options.kind, x, y, options.temperature)
     loss, slope = _terms(options.kind, u, v, options.parameter)

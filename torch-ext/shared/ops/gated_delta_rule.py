@@ -21,7 +21,7 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .delta_chunks import CHUNK, Chunks, check_arguments, chunks_of, chunks_of_rows
+from .delta_chunks import CHUNK, DeltaChunks, check_arguments, chunks_of, chunks_of_rows
 
 WIDTH = 128  # of the keys and values that the kernels take
 COLUMNS = (32, 64, 128)  # of the values that a block of a walk may have
@@ -71,7 +71,7 @@ def normalised(x: torch.Tensor, norm: bool) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) if norm else x
 
 
-def gated_delta_rule_reference(q, k, v, g, beta, chunks: Chunks, initial, scale: float, norm: bool):
+def gated_delta_rule_reference(q, k, v, g, beta, chunks: DeltaChunks, initial, scale: float, norm: bool):
     """Computes `gated_delta_rule` of flat tokens with PyTorch's operations, differentiably. Returns (out, final states)."""
     dtype = accumulation_dtype(q.dtype)
     (count, heads, width), table = v.shape, chunks.table.long()
@@ -185,7 +185,7 @@ def _forward(
     """
     inverses = v.new_empty(_inverses_shape(q, v, table))
     if not fits(q, k, v, g, beta, table, initial):
-        out, final = gated_delta_rule_reference(q, k, v, g, beta, Chunks(table, bounds, longest), initial, scale, norm)
+        out, final = gated_delta_rule_reference(q, k, v, g, beta, DeltaChunks(table, bounds, longest), initial, scale, norm)
         return out, final if carry else final.new_empty(0), inverses.zero_()
     q, k, v = aligned(q), aligned(k), aligned(v)
     if carry and initial is None:
@@ -216,7 +216,7 @@ def _backward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, g, beta and the initial states; the last is empty where there are none."""
     if not fits(q, k, v, g, beta, table, initial):
-        chunks = Chunks(table, bounds, longest)
+        chunks = DeltaChunks(table, bounds, longest)
         *found, dinitial = _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, norm)
         return (*found, g.new_empty(0) if dinitial is None else dinitial)
     # The kernels ran, so they go on, whatever the memory of the incoming gradients holds.

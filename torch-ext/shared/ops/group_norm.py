@@ -33,7 +33,7 @@ BLOCKS_PER_SM = 8  # that a group's parts should give work to
 PIECE = 2048  # elements that a part should have at least
 
 
-class Layout(NamedTuple):
+class GroupLayout(NamedTuple):
     """How the kernels see a contiguous tensor. segment: elements; per_channel, per_group: segments."""
 
     segment: int
@@ -41,11 +41,11 @@ class Layout(NamedTuple):
     per_group: int
 
 
-def layout_of(x: torch.Tensor, groups: int) -> Layout:
+def layout_of(x: torch.Tensor, groups: int) -> GroupLayout:
     batch, channels = x.shape[:2]
     positions = x.numel() // (batch * channels)
     segment = SEGMENT if positions % SEGMENT == 0 else 1
-    return Layout(segment, positions // segment, channels // groups * positions // segment)
+    return GroupLayout(segment, positions // segment, channels // groups * positions // segment)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,10 @@ from .autocast import as_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
 from .cross_entropy import (
     Chunk,
+    CrossEntropyOptions,
     KernelChunk,
     LinearCrossEntropyOutput,
-    Options,
-    Rows,
+    TokenLosses,
     TorchChunk,
     check_labels,
     check_one_value_a_class,
@@ -29,7 +29,7 @@ from .cross_entropy import (
     reduced,
     reduction_scale,
 )
-from .linear_head import LARGE_CHUNK, Gradients, scaled, walk
+from .linear_head import LARGE_CHUNK, HeadGradients, scaled, walk
 from .traced_sizes import holds_for_all_sizes
 
 TOKENS_A_READING = 1024  # that share one reading of the weight in `linear_cross_entropy_statistics`: TILE_M * GROUP, on every GPU
@@ -80,7 +80,9 @@ class _WithoutLogits(Chunk):
         return self.weighted(0.0)
 
 
-def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, kept: Optional[list] = None) -> Tuple[Rows, Gradients]:
+def _run(
+    hidden, weight, bias, target, class_weight, scale, options: CrossEntropyOptions, needs, kept: Optional[list] = None
+) -> Tuple[TokenLosses, HeadGradients]:  # fmt: skip
     """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
 
     scale: fp32 [1] or [tokens]; None for no gradients. kept: a list for the gradient of the logits, as of `walk`.
@@ -91,8 +93,8 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     if has_kernels and not any(needs):
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
-            return whole.rows(), Gradients()
-    found = Rows(
+            return whole.rows(), HeadGradients()
+    found = TokenLosses(
         torch.empty(tokens, dtype=acc, device=hidden.device),
         torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
         torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
@@ -179,12 +181,12 @@ def _run_whole(
     return [hidden.new_empty(0) if t is None else t for t in (*rows, *gradients[:3], *factors)]
 
 
-def _options(ignore_index, numbers, switches, accum_dtype) -> Options:
+def _options(ignore_index, numbers, switches, accum_dtype) -> CrossEntropyOptions:
     (smoothing, softcap, square), (scaling, z_loss, accuracy, predicted) = numbers, switches
-    return Options(ignore_index, smoothing, softcap, square, scaling, accum_dtype, z_loss, accuracy, predicted)
+    return CrossEntropyOptions(ignore_index, smoothing, softcap, square, scaling, accum_dtype, z_loss, accuracy, predicted)
 
 
-def _operator_options(options: Options) -> tuple:
+def _operator_options(options: CrossEntropyOptions) -> tuple:
     """The last arguments of the operator: `_options` makes the options of them again."""
     numbers = [options.label_smoothing, options.softcap, options.lse_square_scale]
     switches = [options.use_token_scaling, options.return_z_loss, options.return_token_accuracy, options.return_predicted_tokens]
@@ -215,8 +217,8 @@ def _fake_run(hidden, weight, bias, target, class_weight, scale, needs, ignore_i
 _traced_run = traceable("linear_cross_entropy_run", _run_whole, _fake_run, computes=True)
 
 
-def _traced_rows(found, options: Options) -> Rows:
-    return Rows(found[0], found[1] if options.return_z_loss else None, found[2] if options.predicts else None)
+def _traced_rows(found, options: CrossEntropyOptions) -> TokenLosses:
+    return TokenLosses(found[0], found[1] if options.return_z_loss else None, found[2] if options.predicts else None)
 
 
 def _keeps_gradient_of_logits(hidden, weight) -> bool:
@@ -276,7 +278,7 @@ class _TracedPerToken(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _traced(hidden, weight, bias, target, class_weight, scale, options: Options) -> Tuple[torch.Tensor, Rows]:
+def _traced(hidden, weight, bias, target, class_weight, scale, options: CrossEntropyOptions) -> Tuple[torch.Tensor, TokenLosses]:
     """(the loss, reduced where there is a scale, the rows), in a graph."""
     tensors = hidden, weight, bias, target, class_weight
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -286,7 +288,7 @@ def _traced(hidden, weight, bias, target, class_weight, scale, options: Options)
     found = _TracedPerToken.apply(*tensors, options, needs) if scale is None else _TracedReduced.apply(*tensors, scale, options, needs)
     others = list(found[1:])
     z_loss = others.pop(0) if options.return_z_loss else None
-    return found[0], Rows(found[0], z_loss, others.pop(0) if options.predicts else None)
+    return found[0], TokenLosses(found[0], z_loss, others.pop(0) if options.predicts else None)
 
 
 def linear_cross_entropy(
@@ -364,10 +366,10 @@ def linear_cross_entropy(
     elif not torch.is_grad_enabled():
         rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
     elif scale is None:
-        rows = Rows(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
+        rows = TokenLosses(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
     else:
         loss, *others = _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
-        return output_of(loss, Rows(loss, *others), scale, target, options)
+        return output_of(loss, TokenLosses(loss, *others), scale, target, options)
     return output_of(reduced(rows.loss, scale), rows, scale, target, options)
 
 

@@ -18,8 +18,8 @@ from ..runtime.launch import Kernel, contiguous_copy
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_one_value_a_class
-from .linear_head import Gradients, fp16_factor, scaled, walk, write_wide_logits
-from .log_probs import KernelPiece, Scores, checked_scores
+from .linear_head import HeadGradients, fp16_factor, scaled, walk, write_wide_logits
+from .log_probs import KernelPiece, ScoreOptions, checked_scores
 
 ROOM = 128.0  # as in linear_jsd.py
 
@@ -39,11 +39,11 @@ class LinearDivergenceOutput(NamedTuple):
     entropy: torch.Tensor
 
 
-class Options(NamedTuple):
+class LinearDivergenceOptions(NamedTuple):
     """How logits become scores, of both models, and what their mixture is."""
 
-    student: Scores
-    teacher: Scores
+    student: ScoreOptions
+    teacher: ScoreOptions
     beta: float
 
 
@@ -51,7 +51,7 @@ class _Piece:
     """A chunk, as `walk` asks for it. x, y: the student's and the teacher's logits [chunk, classes], in float32; half: the dtype in which
     the gradient goes on."""
 
-    def __init__(self, x, y, options: Options, half):
+    def __init__(self, x, y, options: LinearDivergenceOptions, half):
         self.x, self.y, self.options, self.half = x, y, options, half
 
     def write(self, scale):
@@ -135,7 +135,7 @@ def _terms(log_p, log_q, beta: float) -> Tuple[torch.Tensor, torch.Tensor]:
     return own if beta == 1.0 else beta * _weighted(log_q, _finite(log_q) - m).sum(1) + (1 - beta) * own, own
 
 
-def _run(student, teacher, scale, options: Options, needs) -> Tuple[Tuple[torch.Tensor, torch.Tensor], Gradients]:
+def _run(student, teacher, scale, options: LinearDivergenceOptions, needs) -> Tuple[Tuple[torch.Tensor, torch.Tensor], HeadGradients]:
     """(divergences and entropies of every token, the gradients of sum(divergence * scale)). student, teacher: (hidden, weight, bias)."""
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
     parameter_dtype, acc = weight.dtype, accumulation_dtype(hidden.dtype)
@@ -158,7 +158,7 @@ def _run(student, teacher, scale, options: Options, needs) -> Tuple[Tuple[torch.
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, options: Options):
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, options: LinearDivergenceOptions):
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.early = options, not (needs[1] or needs[2])
         student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
@@ -235,7 +235,7 @@ def linear_divergence(
         fail(argument if argument == "temperature" else f"teacher_{argument}", *rest)
 
     of_teacher = checked_scores(temperature, teacher_softcap, teacher_scale, fail_of_teacher)
-    options = Options(checked_scores(temperature, softcap, scale, fail), of_teacher, float(beta))
+    options = LinearDivergenceOptions(checked_scores(temperature, softcap, scale, fail), of_teacher, float(beta))
     shape, tensors = hidden.shape[:-1], (teacher_hidden, teacher_weight, teacher_bias)
     teacher_hidden, teacher_weight, teacher_bias = (None if t is None else t.detach() for t in tensors)  # type: ignore[assignment]
     hidden, teacher_hidden = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
@@ -249,7 +249,7 @@ def linear_divergence(
     return LinearDivergenceOutput(divergence.view(shape), entropy.view(shape))
 
 
-def _of_whole_logits(student, teacher, options: Options):
+def _of_whole_logits(student, teacher, options: LinearDivergenceOptions):
     """Computes the same in operations that PyTorch differentiates and traces."""
     found = []
     for scores, (hidden, weight, bias) in ((options.student, student), (options.teacher, teacher)):

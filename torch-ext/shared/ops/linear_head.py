@@ -27,7 +27,7 @@ _scale_kernel = Kernel(
 )
 
 
-class Gradients(NamedTuple):
+class HeadGradients(NamedTuple):
     """The gradients that were asked for, None for the others. factors: in fp16 the fp32 factor by which each is still to be multiplied,
     [tokens, 1] for the hidden states' and [] for the others; None in other dtypes."""
 
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
         return self[:3]
 
 
-class Chunks(NamedTuple):
+class HeadChunks(NamedTuple):
     """How a linear head is walked over: the tokens of a chunk, the dtype in which the weight's gradient is added up, and the tokens that
     the first chunk may have instead, in the memory of that gradient."""
 
@@ -62,7 +62,7 @@ def plan_chunks(
     weight_gradient: bool = True,
     features: int = 0,
     logits_of_token: int = 1,
-) -> Chunks:
+) -> HeadChunks:
     """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
 
     Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
@@ -86,7 +86,7 @@ def plan_chunks(
     most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
     in_gradient = min(2048, features * accum_dtype.itemsize // (2 * dtype.itemsize)) if weight_gradient else 0
     if weight_gradient and logits_of_token > 1 and most >= 1024 and tokens <= in_gradient + 2048:
-        return Chunks(min(tokens, 1024), accum_dtype, in_gradient)
+        return HeadChunks(min(tokens, 1024), accum_dtype, in_gradient)
     if weight_gradient and accum_dtype.itemsize == 2:
         if tokens <= (2 * FEW_CHUNKS - 1) * most // 2:  # the first of four chunks is 5/9 of one at most: with four equal ones, 2.1 times
             step = max(2048, -(-9 * tokens // (32 * 256)) * 256)
@@ -95,7 +95,7 @@ def plan_chunks(
         step = min(tokens, most, step)
     else:
         step = min(tokens, 2048 if weight_gradient else 1024, _whole_tiles(SMALL_CHUNK // (logits_of_token * bytes_of_token)))
-    return Chunks(step, accum_dtype, min(step, in_gradient))
+    return HeadChunks(step, accum_dtype, min(step, in_gradient))
 
 
 def check_accum_dtype(accum_dtype: Optional[torch.dtype], dtype: torch.dtype) -> None:
@@ -248,7 +248,7 @@ def walk(
     factor: float = 1.0,
     logits_kept: Optional[List[torch.Tensor]] = None,
     gradient_kept: Optional[List[torch.Tensor]] = None,
-) -> Gradients:
+) -> HeadGradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
     hidden: [tokens, features]; weight: [classes, features]; bias: [classes] or None. loss_of: called with the logits of a chunk
@@ -328,7 +328,7 @@ def walk(
     if dbias is not None and bias is not None and not (fp16 and tokens):
         dbias = dbias.to(parameter_dtype or bias.dtype)
     if not fp16 or tokens == 0:
-        return Gradients(dhidden, dweight, dbias)
+        return HeadGradients(dhidden, dweight, dbias)
     weight_factor = bias_factor = None
     if dweight is not None and kept:
         dweight.div_(unit)
@@ -337,7 +337,7 @@ def walk(
         weight_factor = weight_factor / unit
     if dbias is not None and not kept:
         dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
-    return Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
+    return HeadGradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
 
 
 @replayed

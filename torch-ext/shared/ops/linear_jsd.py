@@ -15,7 +15,7 @@ from ..runtime.launch import Kernel
 from .common import accumulation_dtype, checked_index, describe, fail, needs_formula, once_differentiable
 from .divergence import KINDS, check_numbers, jsd
 from .divergence import _logits_loss as _loss_kernels
-from .divergence_terms import Options, inverse_of_count, losses_of, reference
+from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
 from .softmax import log_sum_exp, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
@@ -32,7 +32,7 @@ _in_place_kernel = Kernel("divergence_of_logits_in_place", grid=pieces_grid, whe
 class _Piece:
     """A chunk: what the walk asks for. x, y: the student's and the teacher's logits [chunk, classes]."""
 
-    def __init__(self, x, y, labels, options: Options):
+    def __init__(self, x, y, labels, options: DivergenceOptions):
         self.x, self.y, self.labels, self.options = x, y, labels, options
 
     def factor(self, scale):
@@ -81,7 +81,7 @@ class _KernelPiece(_Piece):
             yield (*slab, *none)
 
 
-class Loss(NamedTuple):
+class LossOfLogits(NamedTuple):
     """A loss of a chunk's logits. torch_piece, kernel_piece: take the student's and the teacher's logits, the labels and the options."""
 
     options: Any
@@ -89,7 +89,7 @@ class Loss(NamedTuple):
     kernel_piece: Callable
 
 
-def _run(student, teacher, labels, scale, loss: Loss, needs, accum_dtype):
+def _run(student, teacher, labels, scale, loss: LossOfLogits, needs, accum_dtype):
     """(the loss of every token, the gradients of sum(loss * scale)). student, teacher: (hidden, weight, bias)."""
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
     tensors = [t for t in (*student, *teacher, labels) if t is not None]
@@ -163,12 +163,12 @@ def linear_jsd(
         logits, of_teacher = linear(hidden, weight, bias), linear(teacher_hidden, teacher_weight, teacher_bias)
         given: Dict[str, Any] = {"beta": beta, "reduction": reduction, "ignore_index": ignore_index, "temperature": temperature}
         return jsd(logits, of_teacher, labels, from_logits=True, **given)
-    loss = Loss(Options("js", 1.0, False, float(beta), ignore_index, float(temperature)), _TorchPiece, _KernelPiece)
+    loss = LossOfLogits(DivergenceOptions("js", 1.0, False, float(beta), ignore_index, float(temperature)), _TorchPiece, _KernelPiece)
     student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
     return reduced_loss(student, teacher, labels, loss, ignore_index, reduction, accum_dtype)
 
 
-def reduced_loss(student, teacher, labels, loss: Loss, ignore_index: int, reduction: str, accum_dtype=None) -> torch.Tensor:
+def reduced_loss(student, teacher, labels, loss: LossOfLogits, ignore_index: int, reduction: str, accum_dtype=None) -> torch.Tensor:
     """The losses of all tokens, reduced. student, teacher: (hidden [..., features], weight, bias), the teacher's without gradient."""
     (hidden, *head), (teacher_hidden, *teacher_head) = student, teacher
     student = (hidden.reshape(-1, hidden.shape[-1]), *head)

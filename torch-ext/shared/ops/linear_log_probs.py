@@ -27,9 +27,9 @@ from .autocast import as_autocast, outside_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import scaled
-from .log_prob_chunks import Kept, Options, called, run
+from .log_prob_chunks import Kept, LogProbOptions, called, run
 from .log_prob_columns import Columns, is_worth_it
-from .log_probs import OUTPUTS, LikelihoodPiece, Rows, Upstream, checked_scores, of_logits, piece_of
+from .log_probs import OUTPUTS, LikelihoodPiece, TokenLogProbs, Upstream, checked_scores, of_logits, piece_of
 
 GRADIENT, COLUMNS, LOGITS, NOTHING = "gradient", "columns", "logits", "nothing"  # what a backward pass has of the forward pass's logits
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
@@ -55,7 +55,7 @@ class _LogProbs(torch.autograd.Function):
     of their columns (COLUMNS), all of them (LOGITS), or nothing (NOTHING)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options: Options, needs):
+    def forward(ctx, hidden, weight, bias, target, options: LogProbOptions, needs):
         has = ctx.has = _what_is_kept(hidden, weight, options, needs)
         ctx.options, ctx.needs, ctx.head, ctx.spent, upstream, columns = options, needs, tuple(weight.shape), False, Upstream(), None
         if has in (GRADIENT, COLUMNS):
@@ -108,7 +108,7 @@ class _LogProbs(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def _what_is_kept(hidden, weight, options: Options, needs) -> str:
+def _what_is_kept(hidden, weight, options: LogProbOptions, needs) -> str:
     if not (needs[1] or needs[2]):
         return GRADIENT
     if not options.recompute:
@@ -122,7 +122,7 @@ def _what_is_kept(hidden, weight, options: Options, needs) -> str:
     return COLUMNS if is_worth_it(hidden, weight) else NOTHING
 
 
-def _piece(hidden, weight, options: Options):
+def _piece(hidden, weight, options: LogProbOptions):
     """The class that computes the rows of a chunk."""
     kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight)
     return piece_of(kernels, options.scores, options.outputs, Upstream())[0]
@@ -154,7 +154,7 @@ class _WeightedSum(torch.autograd.Function):
     """(sum(coefficients * log_probs), the results): the forward pass makes the gradients, whatever is trained."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, coefficients, options: Options):
+    def forward(ctx, hidden, weight, bias, target, coefficients, options: LogProbOptions):
         ctx.save_for_backward(hidden, weight, bias, target, coefficients)
         ctx.options = options
         found = run(hidden, weight, bias, target, Upstream(coefficients), options, ctx.needs_input_grad[:3])
@@ -244,7 +244,7 @@ def linear_log_probs(
     if coefficients is not None:
         coefficients = coefficients.detach().reshape(-1).to(accumulation_dtype(hidden.dtype))
         coefficients = torch.where(target == ignore_index, 0.0, coefficients)  # an infinite one times 0 is no number
-    options = Options(scores, names, int(ignore_index), accum_dtype, recompute=bool(recompute))
+    options = LogProbOptions(scores, names, int(ignore_index), accum_dtype, recompute=bool(recompute))
     plain = not torch.compiler.is_compiling()
     kept = None
     if plain and (target.is_cpu if skip_ignored is None else skip_ignored) and not needs_formula(hidden, weight, target, bias):
@@ -260,7 +260,7 @@ def linear_log_probs(
     return LinearLogProbsOutput(weighted_sum=total, **shaped)
 
 
-def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, entropy_gradient):
+def _rows_and_sum(hidden, weight, bias, target, coefficients, options: LogProbOptions, entropy_gradient):
     """(Rows, the weighted sum or None), by whatever computes them."""
     compiling = torch.compiler.is_compiling()
     if not compiling and needs_formula(hidden, weight, target, bias):  # there are no chunks of tensors that are not ordinary
@@ -279,12 +279,12 @@ def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, 
         rows = _spread(_LogProbs.apply(hidden, weight, bias, target, options, needs), options)
     else:
         found, _ = called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
-        rows = Rows(*(row if name in options.outputs else None for name, row in zip(OUTPUTS, found)))
+        rows = TokenLogProbs(*(row if name in options.outputs else None for name, row in zip(OUTPUTS, found)))
     return rows, None if coefficients is None else (rows.log_probs * coefficients).sum()
 
 
-def _spread(found: Sequence[torch.Tensor], options: Options) -> Rows:
-    return Rows(**dict(zip(options.outputs, found)))
+def _spread(found: Sequence[torch.Tensor], options: LogProbOptions) -> TokenLogProbs:
+    return TokenLogProbs(**dict(zip(options.outputs, found)))
 
 
 def _check(hidden, weight, target, bias, coefficients, ignore_index) -> None:

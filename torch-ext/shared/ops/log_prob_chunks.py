@@ -7,16 +7,16 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from .common import accumulation_dtype, traceable
-from .linear_head import Gradients, carry_to_hidden, walk
+from .linear_head import HeadGradients, carry_to_hidden, walk
 from .log_prob_columns import Columns
-from .log_probs import OUTPUTS, Piece, Rows, Scores, Upstream, piece_of
+from .log_probs import OUTPUTS, Piece, ScoreOptions, TokenLogProbs, Upstream, piece_of
 
 
-class Options(NamedTuple):
+class LogProbOptions(NamedTuple):
     """Options of the computation. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
     recompute: whether the backward pass over a trained head makes logits again."""
 
-    scores: Scores
+    scores: ScoreOptions
     outputs: Tuple[str, ...]
     ignore_index: int = -100
     accum_dtype: Optional[torch.dtype] = None
@@ -51,20 +51,20 @@ class _Part:
         return factor
 
 
-class Found(NamedTuple):
+class FoundLogProbs(NamedTuple):
     """Results, gradients, and b with what it is still to be multiplied by."""
 
-    rows: Rows
-    gradients: Gradients
+    rows: TokenLogProbs
+    gradients: HeadGradients
     of_entropy: Optional[torch.Tensor] = None
     entropy_factor: Optional[torch.Tensor] = None
     kept: Optional[Kept] = None
 
 
 def run(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None,
-    columns: Optional[Columns] = None,
-) -> Found:  # fmt: skip
+    hidden, weight, bias, target, upstream: Upstream, options: LogProbOptions, needs, entropy_too=False, keep=False,
+    kept: Optional[Kept] = None, columns: Optional[Columns] = None,
+) -> FoundLogProbs:  # fmt: skip
     """The results of every token, and the gradients of sum(upstream * results) that `needs` asks for (hidden, weight, bias); entropy_too:
     and that of the sum of the entropies by hidden. keep: instead of gradients, the logits from which a call with `kept` makes them.
     columns: of the logits, which are put into it."""
@@ -73,7 +73,7 @@ def run(
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
     kinds = {"is_top1": torch.bool}
     new = {"device": hidden.device}
-    found = Rows(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
+    found = TokenLogProbs(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
     needs_entropy = any(needs) and (entropy_too or upstream.entropy is not None)
     outputs = (*options.outputs, "entropy") if needs_entropy and "entropy" not in options.outputs else options.outputs
     piece, factor = choice = piece_of(kernels, options.scores, outputs, upstream) if kept is None else kept.choice
@@ -95,7 +95,7 @@ def run(
     gradients = walk(
         hidden, weight, bias, loss_of, found, scale, needs, accum_dtype, count, parameter_dtype, factor=factor, logits_kept=logits
     )
-    return Found(found, gradients, of_entropy, entropy_factor, Kept(logits, choice) if keep and logits else None)
+    return FoundLogProbs(found, gradients, of_entropy, entropy_factor, Kept(logits, choice) if keep and logits else None)
 
 
 # ---------------------------------------------------------------- for tracers
@@ -116,12 +116,12 @@ def _run_whole(
     entropy_too: bool,
 ) -> List[torch.Tensor]:
     """`run`: five results, three gradients with their factors, and b with its factor; what is absent is empty."""
-    options = Options(Scores(*numbers), _names(wanted), ignore_index, accum_dtype)
+    options = LogProbOptions(ScoreOptions(*numbers), _names(wanted), ignore_index, accum_dtype)
     found = run(hidden, weight, bias, target, Upstream(log_probs, entropy, mean_logits), options, tuple(needs), entropy_too)
     return _listed(found, hidden, needs)
 
 
-def _listed(found: Found, hidden, needs: Sequence[bool]) -> List[torch.Tensor]:
+def _listed(found: FoundLogProbs, hidden, needs: Sequence[bool]) -> List[torch.Tensor]:
     results = *found.rows, *found.gradients[:3], *found.gradients.factors, found.of_entropy, found.entropy_factor
     present = needs[0], needs[1], needs[2]
     factors = [factor if need else None for factor, need in zip(results[8:11], present)]
@@ -158,8 +158,8 @@ _traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run, computes=
 
 
 def called(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None,
-    columns: Optional[Columns] = None,
+    hidden, weight, bias, target, upstream: Upstream, options: LogProbOptions, needs, entropy_too=False, keep=False,
+    kept: Optional[Kept] = None, columns: Optional[Columns] = None,
 ) -> Tuple[List[torch.Tensor], Optional[Kept]]:  # fmt: skip
     """Returns the list of `_run_whole`, and the logits that are kept, of which a tracer sees none."""
     if not torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ LEAST = 768
 APART = 4  # the weight's gradient is so many times as large as the memory of the columns that do not lie in it
 
 
-class Plan(NamedTuple):
+class ColumnPlan(NamedTuple):
     """The slices of the vocabulary, in order: so many of them are kept in the gradient's memory, so many after them apart."""
 
     slices: Tuple[slice, ...]
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     apart: int
 
 
-def plan_columns(hidden: torch.Tensor, weight: torch.Tensor) -> Plan:
+def plan_columns(hidden: torch.Tensor, weight: torch.Tensor) -> ColumnPlan:
     """Chooses slices with half as many logits as a chunk of the forward pass has: the backward pass may need memory for two of them."""
     tokens, (classes, features) = hidden.shape[0], weight.shape
     room = classes * features * weight.element_size() // hidden.element_size()
@@ -46,7 +46,7 @@ def plan_columns(hidden: torch.Tensor, weight: torch.Tensor) -> Plan:
     in_gradient = sum(part.stop * tokens <= room for part in slices)
     begin = slices[in_gradient].start if in_gradient < len(slices) else classes
     apart = sum((part.stop - begin) * tokens <= room // APART for part in slices[in_gradient:])
-    return Plan(slices, in_gradient, apart)
+    return ColumnPlan(slices, in_gradient, apart)
 
 
 def is_worth_it(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
     """Columns of logits. gradient: the memory of the weight's gradient, flat. apart: [tokens, slice] each. lse: [tokens, 2], what pieces
     of log_probs.py know of the rows."""
 
-    plan: Plan
+    plan: ColumnPlan
     lse: torch.Tensor
     gradient: torch.Tensor
     apart: List[torch.Tensor]

@@ -10,8 +10,7 @@ import torch
 
 from ..runtime.launch import Kernel, ships
 from .common import accumulation_dtype, constant
-from .cross_entropy import KernelChunk, is_counted, shift_of
-from .cross_entropy import Options as CrossEntropyOptions
+from .cross_entropy import CrossEntropyOptions, KernelChunk, is_counted, shift_of
 from .linear_head import fp16_factor
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -35,7 +34,7 @@ _combine_kernel = Kernel("log_probs_combine", grid=lambda c, logits, *_: (logits
 _gradient_kernels = _forms("log_probs_gradient")
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How logits become scores: softcap * tanh(scale * logits / softcap) / temperature; softcap 0 for none."""
 
     temperature: float = 1.0
@@ -95,7 +94,7 @@ class Scores(NamedTuple):
         return (1 - (values / softcap).square()) * (scale * after)
 
 
-class Rows(NamedTuple):
+class TokenLogProbs(NamedTuple):
     """Results of every token, [tokens] in float32 (float64 where the logits are); what was not asked for is None."""
 
     log_probs: Optional[torch.Tensor] = None
@@ -119,7 +118,7 @@ class Upstream(NamedTuple):
 class Piece:
     """A chunk of logits [chunk, classes], whose labels are target [chunk]: `rows()`, then `write_gradient(...)`."""
 
-    def __init__(self, logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_index: int):
+    def __init__(self, logits, target, scores: ScoreOptions, outputs: Tuple[str, ...], ignore_index: int):
         self.logits, self.target, self.scores, self.ignore_index = logits, target, scores, ignore_index
         self.outputs, self.more = outputs, outputs != ("log_probs",)
         self.entropy: torch.Tensor = logits  # what `rows` finds in its place where there is `more`
@@ -129,7 +128,7 @@ class Piece:
     def counted(self) -> torch.Tensor:
         return is_counted(self.target, self.logits.shape[1], self.ignore_index)
 
-    def rows(self) -> Rows:
+    def rows(self) -> TokenLogProbs:
         raise NotImplementedError
 
     def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
@@ -180,7 +179,7 @@ class Piece:
 class KernelPiece(Piece):
     """Computes it in kernels."""
 
-    def rows(self) -> Rows:
+    def rows(self) -> TokenLogProbs:
         logits, numbers = self.logits, self.scores.numbers()
         tokens, new = logits.shape[0], {"dtype": torch.float32, "device": logits.device}
         more = sum(bit for name, bit in BITS.items() if name in self.outputs)
@@ -192,7 +191,7 @@ class KernelPiece(Piece):
         _combine_kernel(logits, self.target, partial, self.lse, log_probs, *rest, *numbers, self.ignore_index, more)
         self.entropy = rest[0]
         found = (log_probs, *rest[:-1], rest[-1] != 0)
-        return Rows(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
+        return TokenLogProbs(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
 
     def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
         self.lse, self.target = lse, self.target - first  # a label elsewhere is in no block of these columns
@@ -211,7 +210,7 @@ class KernelPiece(Piece):
 class TorchPiece(Piece):
     """Computes it in PyTorch, for CPUs and GPUs without kernels."""
 
-    def rows(self) -> Rows:
+    def rows(self) -> TokenLogProbs:
         counted = self.counted
         self.label = torch.where(counted, self.target, 0)
         z, found = self.scores.values(self.logits), {}
@@ -234,7 +233,7 @@ class TorchPiece(Piece):
                 found["log_sum_sq_probs"] = p.square().sum(1).log()
             self.entropy = -_times(p, self.log_p).sum(1)
             found["entropy"] = self.entropy = self.entropy.masked_fill(~counted, 0.0)
-        return Rows(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
+        return TokenLogProbs(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
 
     def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
         z = self.scores.values(self.logits)
@@ -269,26 +268,26 @@ class LikelihoodPiece(Piece):
     """log_probs alone, by the kernels of the cross entropy, for packages that have no others. The logits come multiplied by `factor`."""
 
     @staticmethod
-    def factor(scores: Scores) -> float:
+    def factor(scores: ScoreOptions) -> float:
         """What logits are multiplied by where they are made, in float32 before they are rounded."""
         return 1.0 if scores.softcap else scores.numbers()[2]
 
     @staticmethod
-    def fits(scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> bool:
+    def fits(scores: ScoreOptions, outputs: Tuple[str, ...], upstream: Upstream) -> bool:
         capped_only = not scores.softcap or (scores.scale == 1.0 and scores.temperature == 1.0)
         return capped_only and outputs == ("log_probs",) and upstream.entropy is None and upstream.mean_logits is None
 
-    def rows(self) -> Rows:
+    def rows(self) -> TokenLogProbs:
         options = CrossEntropyOptions(self.ignore_index, softcap=self.scores.softcap)
         self.chunk = KernelChunk(self.logits, self.target, None, options)
-        return Rows(self.chunk.rows().loss.neg())
+        return TokenLogProbs(self.chunk.rows().loss.neg())
 
     def write_gradient(self, upstream: Upstream, entropy_to: Optional[torch.Tensor] = None):
         assert upstream.log_probs is not None
         return self.chunk.gradient(upstream.log_probs * -self.factor(self.scores)), None
 
 
-def piece_of(kernels: bool, scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> Tuple[Type[Piece], float]:
+def piece_of(kernels: bool, scores: ScoreOptions, outputs: Tuple[str, ...], upstream: Upstream) -> Tuple[Type[Piece], float]:
     """(what computes a chunk, what its logits are to be multiplied by). kernels: whether this package's kernels run on it."""
     kernels = kernels and not scores.vanish
     if kernels and ships("log_probs"):
@@ -303,7 +302,7 @@ def _times(p: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     return torch.where(p == 0, 0.0, p * log_p)
 
 
-def of_logits(logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_index: int) -> Rows:
+def of_logits(logits, target, scores: ScoreOptions, outputs: Tuple[str, ...], ignore_index: int) -> TokenLogProbs:
     """The results in operations that PyTorch differentiates, for every kind of tensor; nothing is written over."""
     counted = is_counted(target, logits.shape[1], ignore_index)
     label = torch.where(counted, target, 0)
@@ -318,10 +317,10 @@ def of_logits(logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_i
         found["mean_logits"] = scores.mean(values)
     if "is_top1" in outputs:
         found["is_top1"] = scores.first_of_largest(values.detach()) == label
-    return Rows(*(found[name].masked_fill(~counted, 0) if name in outputs else None for name in OUTPUTS))
+    return TokenLogProbs(*(found[name].masked_fill(~counted, 0) if name in outputs else None for name in OUTPUTS))
 
 
-def checked_scores(temperature, softcap, scale, fail) -> Scores:
+def checked_scores(temperature, softcap, scale, fail) -> ScoreOptions:
     """The numbers as floats. Raises ValueError by `fail` for those that make no sense."""
     temperature, softcap, scale = constant(temperature), constant(softcap), constant(scale)
     if not (0.0 < temperature < math.inf):
@@ -330,4 +329,4 @@ def checked_scores(temperature, softcap, scale, fail) -> Scores:
         fail("softcap", softcap, "a positive number, or None for no cap")
     if not math.isfinite(scale):
         fail("scale", scale, "a finite number")
-    return Scores(float(temperature), float(softcap or 0.0), float(scale))
+    return ScoreOptions(float(temperature), float(softcap or 0.0), float(scale))

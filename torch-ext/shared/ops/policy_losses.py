@@ -19,7 +19,7 @@ SMALLEST_RATIO = math.log(1e-8)
 LARGEST_LOG_RATIO = 20.0
 
 
-class Options(NamedTuple):
+class PolicyOptions(NamedTuple):
     """Numbers of the formulas; see `linear_grpo_loss`."""
 
     epsilon_low: float = 0.2
@@ -67,27 +67,27 @@ def _corrected(cost, t: Tokens):
     return cost if t.correction is None else cost * t.correction
 
 
-def _clipped(t: Tokens, options: Options) -> Cost:
+def _clipped(t: Tokens, options: PolicyOptions) -> Cost:
     low, high = 1 - options.epsilon_low, 1 + options.epsilon_high
     ratio = t.ratio if options.delta is None else t.ratio.clamp(max=options.delta)
     cost = -torch.minimum(ratio * t.advantage, t.ratio.clamp(low, high) * t.advantage)
     return _corrected(cost, t), ((t.ratio < low) & (t.advantage < 0)) | ((t.ratio > high) & (t.advantage > 0))
 
 
-def _cispo(t: Tokens, options: Options) -> Cost:
+def _cispo(t: Tokens, options: PolicyOptions) -> Cost:
     """arXiv:2506.13585: the ratio, bounded from above by epsilon_high itself, only weighs the token's log-probability."""
     cost = -t.ratio.clamp(max=options.epsilon_high).detach() * t.advantage * t.log_p
     return _corrected(cost, t), (t.ratio > options.epsilon_high) & (t.advantage > 0)
 
 
-def _sapo(t: Tokens, options: Options) -> Cost:
+def _sapo(t: Tokens, options: PolicyOptions) -> Cost:
     """arXiv:2511.20347: a sigmoid instead of clipping."""
     temperature = torch.where(t.advantage > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     cost = -torch.sigmoid(temperature * (t.ratio - 1)) * (4 / temperature) * t.advantage
     return _corrected(cost, t), torch.zeros_like(t.ratio, dtype=torch.bool)
 
 
-def _vespo(t: Tokens, options: Options) -> Cost:
+def _vespo(t: Tokens, options: PolicyOptions) -> Cost:
     """The weight of an answer, of its ratio w, is exp(l + k * log w - l * w), without gradient."""
     log_w = (t.log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO) * t.mask).sum(1, keepdim=True)
     if t.correction is not None:
@@ -139,7 +139,7 @@ def _per_place(cost, mask, _):
     return (cost * mask.sum(1, keepdim=True)).sum() / max(cost.numel(), 1)
 
 
-class Variant(NamedTuple):
+class PolicyLoss(NamedTuple):
     """cost: of a token; total: of all; of_tokens: it has no form for ratios of whole answers; of_masked: masked tokens count too."""
 
     cost: Callable
@@ -148,22 +148,22 @@ class Variant(NamedTuple):
     of_masked: bool = False
 
 
-VARIANTS: Dict[str, Variant] = {
-    "grpo": Variant(_clipped, _mean_of_answers),
-    "bnpo": Variant(_clipped, _mean_of_tokens),
-    "dr_grpo": Variant(_clipped, _per_length),
-    "dapo": Variant(_clipped, _per_item),
-    "luspo": Variant(_clipped, _sum_of_answers),
+VARIANTS: Dict[str, PolicyLoss] = {
+    "grpo": PolicyLoss(_clipped, _mean_of_answers),
+    "bnpo": PolicyLoss(_clipped, _mean_of_tokens),
+    "dr_grpo": PolicyLoss(_clipped, _per_length),
+    "dapo": PolicyLoss(_clipped, _per_item),
+    "luspo": PolicyLoss(_clipped, _sum_of_answers),
     # As in Liger: the same where every token counts, or where ratios are of whole answers and beta is 0.
-    "luspo_of_all": Variant(_clipped, _per_place, of_masked=True),
-    "cispo": Variant(_cispo, _per_item, True),
-    "sapo": Variant(_sapo, _mean_of_answers, True),
-    "vespo": Variant(_vespo, _per_item, True),
+    "luspo_of_all": PolicyLoss(_clipped, _per_place, of_masked=True),
+    "cispo": PolicyLoss(_cispo, _per_item, True),
+    "sapo": PolicyLoss(_sapo, _mean_of_answers, True),
+    "vespo": PolicyLoss(_vespo, _per_item, True),
 }
 
 
 # ---------------------------------------------------------------- the loss
-def check_options(loss: str, level: str, options: Options) -> None:
+def check_options(loss: str, level: str, options: PolicyOptions) -> None:
     """Raises ValueError for what does not exist and for numbers that no formula takes."""
     if loss not in VARIANTS:
         fail("loss_type", repr(loss), f"one of {', '.join(VARIANTS)}")
@@ -180,7 +180,7 @@ def check_options(loss: str, level: str, options: Options) -> None:
 SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 
 
-def check_numbers(options: Options, names: Sequence[str] = (*SAPO, "delta")) -> None:
+def check_numbers(options: PolicyOptions, names: Sequence[str] = (*SAPO, "delta")) -> None:
     """Raises ValueError for numbers that no formula takes. names: those that are checked."""
     for name in names:
         number = getattr(options, name)
@@ -235,7 +235,7 @@ def linear_grpo_loss(
         numbers: epsilon_low=0.2 and epsilon_high=0.2, how far a ratio may be from 1 (cispo: epsilon_high itself is the largest);
             delta=None, the largest ratio of all; max_completion_length, which dr_grpo divides by; num_items_in_batch, which dapo, cispo
             and vespo divide by, over the number of processes: by default the tokens of all processes that count; and those of sapo and
-            vespo, see `Options`.
+            vespo, see `PolicyOptions`.
 
     Returns:
         A GRPOOutput, in float32 (float64 where hidden is).
@@ -243,7 +243,7 @@ def linear_grpo_loss(
     Raises:
         ValueError: when shapes, dtypes, devices or options do not fit.
     """
-    options = Options(**numbers)
+    options = PolicyOptions(**numbers)
     check_options(loss, importance_sampling_level, options)
     if loss == "dr_grpo" and options.max_completion_length is None:
         _per_length(mask, mask, options)

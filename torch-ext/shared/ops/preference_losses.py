@@ -13,7 +13,7 @@ from .common import accumulation_dtype, describe, fail
 from .linear_log_probs import linear_log_probs
 
 
-class Options(NamedTuple):
+class PreferenceOptions(NamedTuple):
     """Numbers of the formulas. label_smoothing: the part of the preferences that is taken to be wrong; gamma: SimPO's margin;
     discopop_tau: the temperature of DiscoPOP's switch between its two terms."""
 
@@ -64,11 +64,11 @@ class UnpairedOutput(NamedTuple):
 
 
 # ---------------------------------------------------------------- formulas
-def _margin(pairs: Pairs, options: Options) -> torch.Tensor:
+def _margin(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
     return options.beta * (pairs.chosen - pairs.rejected) - options.gamma
 
 
-def _rewards(pairs: Pairs, options: Options) -> Tuple[torch.Tensor, torch.Tensor]:
+def _rewards(pairs: Pairs, options: PreferenceOptions) -> Tuple[torch.Tensor, torch.Tensor]:
     return options.beta * pairs.chosen, options.beta * pairs.rejected
 
 
@@ -242,7 +242,7 @@ def linear_preference_loss(
             "orpo" is ORPO, which takes averages and no reference model.
         ref_hidden, ref_weight, ref_bias: the reference model's, like hidden, weight and bias but for the features.
         use_reference: whether log-probabilities are compared with those of a reference model.
-        beta: what their differences are multiplied by; label_smoothing, gamma, discopop_tau: see `Options`.
+        beta: what their differences are multiplied by; label_smoothing, gamma, discopop_tau: see `PreferenceOptions`.
         average_log_prob: an answer's log-probability is the mean over its tokens, not the sum. Without a token it is 0.
         nll_weight: what the mean negative log-likelihood of the chosen answers' tokens is multiplied by before it is added.
         nll_target: [2 * pairs, tokens], other labels for it; its own logits are made then.
@@ -259,7 +259,7 @@ def linear_preference_loss(
     if target.shape[0] % 2:
         fail("target", describe(target), "an even number of answers: the chosen ones before the rejected ones")
     check_paired(loss, label_smoothing, beta)
-    options, pairs = Options(beta, label_smoothing, gamma, discopop_tau), target.shape[0] // 2
+    options, pairs = PreferenceOptions(beta, label_smoothing, gamma, discopop_tau), target.shape[0] // 2
     answers = _answers(hidden, weight, target, bias, ignore_index, average_log_prob)
     policy = compared = Pairs(answers.whole[:pairs], answers.whole[pairs:])
     if use_reference:

@@ -27,7 +27,7 @@ def _aliases(results):
     return tuple(result.detach() if isinstance(result, torch.Tensor) else result for result in results)
 
 
-class Recording(TorchDispatchMode):
+class AttentionRecording(TorchDispatchMode):
     """A context in which attention is recorded, or what was recorded is given back.
 
     given: `results` of the context in which it was recorded, or None to record. Attention is PyTorch's, but for the one that is written in
@@ -66,6 +66,6 @@ class Recording(TorchDispatchMode):
 
 
 def recorded(function: Callable, *args) -> tuple:
-    """function(*args), of an attention that no dispatcher knows, as the `Recording` has it in which it runs, if any."""
+    """function(*args), of an attention that no dispatcher knows, as the `AttentionRecording` has it in which it runs, if any."""
     recording = getattr(_running, "recording", None)
     return function(*args) if recording is None else recording.of(function, *args)

@@ -21,7 +21,7 @@ from .rms_norm import (
     rms_norm_forward,
     rms_norm_reference,
 )
-from .rms_norm_kernels import SEGMENTS, Norm
+from .rms_norm_kernels import SEGMENTS, NormCall
 from .rows import one_block_a_row, per_row, rows_of, segments, slabs
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +46,7 @@ def _fits(branch, residual, *weights) -> bool:
     dtype, length = branch.dtype, branch.shape[-1]
     if any(tensor.dtype != dtype for tensor in (residual, *weights)) or dtype not in SEGMENTS.WHOLE:
         return False
-    if not SEGMENTS.reads_once(Norm(dtype, dtype, dtype, length)) or not kernels_run_on(branch, residual, *weights):
+    if not SEGMENTS.reads_once(NormCall(dtype, dtype, dtype, length)) or not kernels_run_on(branch, residual, *weights):
         return False
     return branch.numel() > 0 and "residual_norm" in launch.backend.artifacts.operations()
 

@@ -21,7 +21,7 @@ from .common import (
     sum_of_rows,
     traceable,
 )
-from .rms_norm_kernels import Norm, family_of
+from .rms_norm_kernels import NormCall, family_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -83,7 +83,7 @@ def _forward(
     """Returns (y, rstd [rows]). dtype: of y, None for `result_dtype`."""
     natural = result_dtype(x, weight, rounds)
     for y_dtype in dict.fromkeys((dtype or natural, natural)):
-        norm = Norm(x.dtype, weight.dtype, y_dtype, x.shape[-1], offset, rounds)
+        norm = NormCall(x.dtype, weight.dtype, y_dtype, x.shape[-1], offset, rounds)
         family = family_of(norm, "forward", x, weight)
         if family is not None:
             y, rstd = family.forward(x, weight, eps, norm)
@@ -102,7 +102,7 @@ def _recompute(
 ) -> torch.Tensor:
     """Returns the y that `_forward` gave for x [..., n], from what it saved, bit for bit."""
     dtype = dtype or result_dtype(x, weight, rounds)
-    norm = Norm(x.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
+    norm = NormCall(x.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
     family = family_of(norm, "recompute", x, weight, rstd)
     if family is not None:
         return family.recompute(x, weight, rstd, norm)
@@ -122,7 +122,7 @@ def _add_forward(
     """Returns (total = residual + multiplier * x, y, rstd [rows]). dtype: of y, None for `result_dtype`; an fp32 residual with x in half
     precision gives an fp32 total, and a y of x's dtype."""
     dtype = dtype or result_dtype_of_sum(x, residual, weight, rounds)
-    norm = Norm(residual.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
+    norm = NormCall(residual.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
     family = family_of(norm, "add_forward" if multiplier == 1.0 else "scaled_add_forward", x, residual, weight)
     if family is not None and dtype == x.dtype:
         return family.add_forward(x, residual, weight, eps, norm, multiplier)
@@ -133,7 +133,7 @@ def _add_forward(
 def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool, offset: float = 0.0) -> Pair:
     """Returns (dx, dweight); dweight is empty where it is not needed."""
     for dtype in dict.fromkeys((dy.dtype, torch.promote_types(x.dtype, weight.dtype))):
-        norm = Norm(x.dtype, weight.dtype, dtype, x.shape[-1], offset)
+        norm = NormCall(x.dtype, weight.dtype, dtype, x.shape[-1], offset)
         family = family_of(norm, "backward", x, weight, dy, rstd)
         if family is not None:
             return family.backward((dy.to(dtype),), x, weight, rstd, need_dweight, norm)
@@ -154,7 +154,7 @@ def _add_backward(
 
     The first result is the gradient of the residual stream; that of the branch is `multiplier` times as much.
     """
-    norm = Norm(x.dtype, weight.dtype, dy.dtype, x.shape[-1], offset)
+    norm = NormCall(x.dtype, weight.dtype, dy.dtype, x.shape[-1], offset)
     family = family_of(norm, "add_backward", x, weight, dy, dtotal, rstd)
     if family is not None:
         return family.backward((dy, dtotal), x, weight, rstd, need_dweight, norm)

@@ -27,7 +27,7 @@ Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Norm(NamedTuple):
+class NormCall(NamedTuple):
     """What the choice of kernels follows from. y: dtype of the result and its gradient; length: of a row."""
 
     x: torch.dtype
@@ -67,32 +67,32 @@ class WholeRows:
         if apply is not None:
             self.kernels["recompute"] = apply
 
-    def forward(self, x, weight, eps: float, norm: Norm) -> Pair:
+    def forward(self, x, weight, eps: float, norm: NormCall) -> Pair:
         """Returns (y, rstd [rows])."""
         y, rstd = _result_like(x, norm.y), per_row(x, x.numel() // norm.length)
         self.kernels["forward"](x, weight, y, rstd, eps)
         return y, rstd
 
-    def add_forward(self, x, residual, weight, eps: float, norm: Norm, multiplier: float = 1.0) -> Triple:
+    def add_forward(self, x, residual, weight, eps: float, norm: NormCall, multiplier: float = 1.0) -> Triple:
         """Returns (total, y, rstd [rows]). multiplier: 1 for these kernels."""
         total, y, rstd = new_like(residual), new_like(x), per_row(x, x.numel() // norm.length)
         self.kernels["add_forward"](x, residual, weight, total, y, rstd, eps)
         return total, y, rstd
 
-    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: Norm) -> Pair:
+    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: NormCall) -> Pair:
         """Returns (dx, dweight). grads: dy, and the gradient of the residual stream where there is one, which is added to dx."""
         blocks = self.blocks(x.numel() // norm.length, norm.length, multiprocessors(x))
         dx, partial = new_like(x), per_row(x, blocks, norm.length)
         self.kernels["backward" if len(grads) == 1 else "add_backward"](dx, *grads, x, weight, rstd, partial)
         return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
-    def recompute(self, x, weight, rstd, norm: Norm) -> torch.Tensor:
+    def recompute(self, x, weight, rstd, norm: NormCall) -> torch.Tensor:
         """Returns y again."""
         y = _result_like(x, norm.y)
         self.kernels["recompute"](x, weight, y, rstd)
         return y
 
-    def takes(self, norm: Norm, step: str) -> bool:
+    def takes(self, norm: NormCall, step: str) -> bool:
         """Tells whether there are kernels for a step of a norm: "forward", "backward", "add_forward", "scaled_add_forward",
         "add_backward" or "recompute"."""
         raise NotImplementedError
@@ -101,7 +101,7 @@ class WholeRows:
         """Returns the file of kernel_src that has the kernels of a step."""
         return self.operation
 
-    def reads_once(self, norm: Norm) -> bool:
+    def reads_once(self, norm: NormCall) -> bool:
         """Tells whether rows of this length are read once, and not a second time from the cache."""
         raise NotImplementedError
 
@@ -127,14 +127,14 @@ class Rows(WholeRows):
     # Blocks that an SM holds in the backward pass, by the longest row, swept on an H200.
     PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
-    def takes(self, norm: Norm, step: str) -> bool:
+    def takes(self, norm: NormCall, step: str) -> bool:
         if norm.offset or step == "scaled_add_forward" or (norm.rounds != self.rounds and "backward" not in step):
             return False
         if step in ("forward", "backward"):
             return (norm.x, norm.weight, norm.y) in self.ALONE
         return (norm.x, norm.weight, norm.y) in self.FUSED and norm.length in self.kernels["add_forward"].lengths("x", 1)
 
-    def reads_once(self, norm: Norm) -> bool:
+    def reads_once(self, norm: NormCall) -> bool:
         return norm.length in self.kernels["forward"].lengths("x", 1)
 
     def blocks(self, rows: int, length: int, processors: int) -> int:
@@ -146,21 +146,21 @@ class OneTile(WholeRows):
 
     PER_SM = 2  # in the backward pass: what 8 warps of 120 registers leave room for
 
-    def takes(self, norm: Norm, step: str) -> bool:
+    def takes(self, norm: NormCall, step: str) -> bool:
         if norm.offset or norm.x != norm.y or step in ("scaled_add_forward", "recompute"):
             return False
         if norm.rounds != self.rounds and "backward" not in step:
             return False
         return _parameters_fit(norm) and norm.length <= self.kernels["forward"].constant("TILE")
 
-    def reads_once(self, norm: Norm) -> bool:
+    def reads_once(self, norm: NormCall) -> bool:
         return True
 
     def blocks(self, rows: int, length: int, processors: int) -> int:
         return min(rows, self.PER_SM * processors)
 
 
-def _parameters_fit(norm: Norm) -> bool:
+def _parameters_fit(norm: NormCall) -> bool:
     """Whether the weight has x's dtype, or is in fp32 with x in half precision."""
     same = norm.x == norm.weight and norm.x in FLOATS
     return same or (norm.weight == torch.float32 and norm.x in HALF)
@@ -220,7 +220,7 @@ class Segments:
         self._columns = Kernel("general_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
         self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
 
-    def takes(self, norm: Norm, step: str) -> bool:
+    def takes(self, norm: NormCall, step: str) -> bool:
         """See `WholeRows.takes`."""
         if norm.x != norm.y or not _parameters_fit(norm):
             return False
@@ -232,11 +232,11 @@ class Segments:
         """See `WholeRows.operation_of`."""
         return "residual_norm" if step in ("scaled_add_forward", "recompute") else self.operation
 
-    def reads_once(self, norm: Norm) -> bool:
+    def reads_once(self, norm: NormCall) -> bool:
         """See `WholeRows.reads_once`."""
         return norm.x == norm.weight and norm.length % SEGMENT == 0 and norm.length <= self.WHOLE[norm.x]
 
-    def forward(self, x, weight, eps: float, norm: Norm) -> Pair:
+    def forward(self, x, weight, eps: float, norm: NormCall) -> Pair:
         """Returns (y, rstd [rows])."""
         n, options = norm.length, (eps, norm.offset, int(norm.rounds == "first"))
         rows, weight = rows_of(x, n), rows_of(weight, n)[0]
@@ -246,7 +246,7 @@ class Segments:
             kernel(rows[part], weight, y[part], rstd[part], *options)
         return y.view(x.shape), rstd
 
-    def recompute(self, x, weight, rstd, norm: Norm) -> torch.Tensor:
+    def recompute(self, x, weight, rstd, norm: NormCall) -> torch.Tensor:
         """Returns y again."""
         n = norm.length
         rows, weight = rows_of(x, n), rows_of(weight, n)[0]
@@ -255,7 +255,7 @@ class Segments:
             self._apply(rows[part], weight, y[part], rstd[part], norm.offset, int(norm.rounds == "first"))
         return y.view(x.shape)
 
-    def add_forward(self, x, residual, weight, eps: float, norm: Norm, multiplier: float = 1.0) -> Triple:
+    def add_forward(self, x, residual, weight, eps: float, norm: NormCall, multiplier: float = 1.0) -> Triple:
         """Returns (total = residual + multiplier * x, y, rstd [rows])."""
         n, options = norm.length, [eps, norm.offset, int(norm.rounds == "first")]
         kernel = self._add_forward
@@ -267,7 +267,7 @@ class Segments:
             kernel(rows[part], residual[part], weight, total[part], y[part], rstd[part], *options)
         return total.view(x.shape), y.view(x.shape), rstd
 
-    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: Norm) -> Pair:
+    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: NormCall) -> Pair:
         """Returns (dx, dweight). grads: dy, and the gradient of the residual stream where there is one, which is added to dx."""
         n, offset, alone = norm.length, norm.offset, len(grads) == 1
         grads, rows, weight = [rows_of(g, n) for g in grads], rows_of(x, n), rows_of(weight, n)[0]
@@ -293,7 +293,7 @@ class Segments:
         partial = partials[0] if len(partials) == 1 else torch.cat(partials)
         return dx.view(x.shape), column_sum(partial, weight.dtype)
 
-    def _blocks_per_sm(self, norm: Norm) -> int:
+    def _blocks_per_sm(self, norm: NormCall) -> int:
         """Blocks that an SM holds of the kernel for rows in registers; 0 where none takes such rows."""
         if norm.x != norm.weight or norm.length % SEGMENT:
             return 0
@@ -340,7 +340,7 @@ SEGMENTS = Segments()
 FAMILIES = (ROWS, SEGMENTS, ONE_TILE)
 
 
-def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
+def family_of(norm: NormCall, step: str, x: torch.Tensor, *others: torch.Tensor):
     """The family whose kernels take a step of a norm; None where PyTorch does it. others: what else a kernel reads."""
     if not kernels_run_on(x, *others) or x.numel() == 0:
         return None
@@ -348,7 +348,7 @@ def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(backend, norm: Norm, step: str):
+def _chosen(backend, norm: NormCall, step: str):
     """backend: part of the key, for it says which kernels there are."""
     shipped = backend.artifacts.operations()
     found = [family for family in FAMILIES if family.operation_of(step) in shipped and family.takes(norm, step)]

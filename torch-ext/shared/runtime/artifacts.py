@@ -74,7 +74,7 @@ class Parameter(NamedTuple):
     stride_divisible: Tuple[int, ...] = ()
 
 
-class Variant(NamedTuple):
+class BuiltVariant(NamedTuple):
     """One compiled form of a kernel. images: architecture -> (offset, size) in the unpacked stream of that architecture, of this host's
     file of the operation. waits: whether the kernel itself waits for the launch before it (kernel_src/prebuild.py)."""
 
@@ -195,13 +195,13 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
                     _expect(name in streams and offset + size <= streams[name][2], f"{there}.{name}")
 
 
-def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> Variant:
+def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> BuiltVariant:
     """parameters: those that variants share, of which an entry has the places."""
 
     def values(parameter: Dict[str, Any]) -> Dict[str, Any]:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in parameter.items()}
 
-    return Variant(
+    return BuiltVariant(
         name=entry["name"],
         operation=entry["operation"],
         symbol=entry["symbol"],
@@ -227,7 +227,7 @@ class Artifacts:
         self._streams: Dict[Tuple[str, str], bytes] = {}  # by file and architecture, packed
         self._unpacked: Dict[Tuple[str, str], bytes] = {}  # the latest ones, the last used at the end
         self._unpacking: Dict[Tuple[str, str], threading.Lock] = {}  # held while a stream is unpacked
-        self._variants: Dict[str, List[Variant]] = {}
+        self._variants: Dict[str, List[BuiltVariant]] = {}
         self._digest = ""
         self._operations: Optional[FrozenSet[str]] = None
 
@@ -290,7 +290,7 @@ class Artifacts:
             self._operations = frozenset(entry["operation"] for found in self.manifest["kernels"].values() for entry in found)
         return self._operations
 
-    def variants(self, kernel: str) -> List[Variant]:
+    def variants(self, kernel: str) -> List[BuiltVariant]:
         """The variants of a kernel, the preferred one first."""
         if kernel not in self._variants:
             entries = self.manifest["kernels"].get(kernel)
@@ -327,7 +327,7 @@ class Artifacts:
                 raise ArtifactError(f"{folder / name} is not listed in {self._path}. {DOWNLOAD}")
         self._verified.add(architecture)
 
-    def image(self, variant: Variant, architecture: str) -> bytes:
+    def image(self, variant: BuiltVariant, architecture: str) -> bytes:
         """The cubin of a variant for one architecture, from a file whose digest was right. Raises ArtifactError where it is none."""
         offset, size = variant.images[architecture]
         name = f"{host()}/{variant.operation}.cubins"

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from .artifacts import Artifacts, Variant
+from .artifacts import Artifacts, BuiltVariant
 
 MIN_DRIVER = 13000  # CUDA 13.0 (R580), the first driver that knows the images of cuTile
 OUT_OF_MEMORY = 2
@@ -141,7 +141,7 @@ class Driver:
     def multiprocessors(self, device: int) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
-    def function(self, variant: Variant, architecture: str) -> ctypes.c_void_p:
+    def function(self, variant: BuiltVariant, architecture: str) -> ctypes.c_void_p:
         """The loaded kernel of a variant. Raises DriverError, torch.OutOfMemoryError or ArtifactError."""
         key = (variant.name, architecture)
         with self._lock:
@@ -160,7 +160,7 @@ class Driver:
                 self._functions[key] = kernel
             return self._functions[key]
 
-    def prepare(self, variant: Variant, device: int, grid: tuple, arrays: list, integers: list) -> "Launch":
+    def prepare(self, variant: BuiltVariant, device: int, grid: tuple, arrays: list, integers: list) -> "Launch":
         """A launch of one variant whose shapes, strides, integers and grid are fixed; see `Launch`."""
         return Launch(self, variant, device, grid, arrays, integers)
 
@@ -182,7 +182,7 @@ class Launch:
     scalar as one word; constants do not appear.
     """
 
-    def __init__(self, driver: Driver, variant: Variant, device: int, grid: tuple, arrays: list, integers: list):
+    def __init__(self, driver: Driver, variant: BuiltVariant, device: int, grid: tuple, arrays: list, integers: list):
         self.driver = driver
         self.device = device
         self.name = variant.name

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, T
 
 import torch
 
-from .artifacts import Artifacts, Parameter, Variant, folder_of_package
+from .artifacts import Artifacts, BuiltVariant, Parameter, folder_of_package
 from .driver import Driver, Launch, Together
 from .tuning import measure, tuner
 
@@ -195,7 +195,7 @@ class Kernel:
         name = self._array_names()[[id(a) for a in arguments if isinstance(a, torch.Tensor)].index(id(tensor))]
         return PromiseError(f"{name} of {self.names[0]} has its sign turned in memory (is_neg), expected the numbers themselves")
 
-    def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[Variant]]]:
+    def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[BuiltVariant]]]:
         """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them; and the
         variants that take them, or None before the first look."""
         arrays, candidates = list(self.views(*tensors)) if self.views else tensors, None
@@ -215,7 +215,7 @@ class Kernel:
     def _array_names(self) -> List[str]:
         return [p.name for p in self.variants()[0].parameters if p.kind == "array"]
 
-    def variants(self, kernel: Optional[str] = None) -> List[Variant]:
+    def variants(self, kernel: Optional[str] = None) -> List[BuiltVariant]:
         """Lists the variants that a call chooses from, the preferred one first. kernel: those of this one of `names` alone.
 
         Raises ArtifactError when a kernel is not in the manifest.
@@ -251,17 +251,17 @@ class Kernel:
             self._constants[key] = frozenset(p.shape[dimension] for p in found) - {None}
         return self._constants[key]
 
-    def select(self, *arguments) -> Variant:
+    def select(self, *arguments) -> BuiltVariant:
         """Returns the variant that a call with these arrays and numbers launches by default. Raises PromiseError, naming what each
         lacks."""
         return self.candidates(*arguments)[0]
 
-    def candidates(self, *arguments) -> List[Variant]:
+    def candidates(self, *arguments) -> List[BuiltVariant]:
         """Lists the variant that `select` names, and after it those of the same kernel with the very same promises.
 
         Raises PromiseError when no variant takes these arguments, naming what each one lacks.
         """
-        found: List[Variant] = []
+        found: List[BuiltVariant] = []
         broken = []
         architecture = backend.architecture(arguments[0].get_device())
         for variant in self.variants():
@@ -283,7 +283,7 @@ class Kernel:
         """Tells whether a variant takes these tensors, or their `views`, and numbers without a copy. The answer is remembered."""
         return bool(self._found(arguments, self.views))
 
-    def _found(self, arguments: Sequence, views: Optional[Callable] = None) -> List[Variant]:
+    def _found(self, arguments: Sequence, views: Optional[Callable] = None) -> List[BuiltVariant]:
         """The `candidates` for arguments, none where there are none. The answer is remembered. views: of the tensors among them."""
         key = (backend, *(_described(a) if isinstance(a, torch.Tensor) else a for a in arguments))
         found = self._taken.get(key)
@@ -298,7 +298,7 @@ class Kernel:
                 found = self._taken[key] = []
         return found
 
-    def _unfit(self, variant: Variant, arguments) -> str:
+    def _unfit(self, variant: BuiltVariant, arguments) -> str:
         if len(arguments) != len(variant.parameters):
             return f"{len(arguments)} arguments, expected {len(variant.parameters)}"
         for parameter, argument in zip(variant.parameters, arguments):
@@ -315,7 +315,7 @@ class Kernel:
                 return f"{parameter.name} is {argument}, expected 32 bits"
         return ""
 
-    def _prepare(self, arrays: Sequence[torch.Tensor], arguments: tuple, floats: List[float], candidates: Optional[List[Variant]]):
+    def _prepare(self, arrays: Sequence[torch.Tensor], arguments: tuple, floats: List[float], candidates: Optional[List[BuiltVariant]]):
         candidates = candidates or self.candidates(*_with_arrays(arrays, arguments))
         devices = {array.device for array in arrays}
         if len(devices) > 1:
@@ -324,7 +324,7 @@ class Kernel:
         layouts = [(tuple(array.shape), array.stride()) for array in arrays]
         integers = [number for number in arguments if type(number) is int]
 
-        def launch_of(variant: Variant):
+        def launch_of(variant: BuiltVariant):
             return backend.prepare(variant, device, self._blocks(variant, arrays), layouts, integers)
 
         def times() -> List[float]:
@@ -335,7 +335,7 @@ class Kernel:
             return launch_of(candidates[0])
         return launch_of(tuner.choose(candidates, lambda: backend.machine(device), times))
 
-    def _blocks(self, variant: Variant, arrays) -> tuple:
+    def _blocks(self, variant: BuiltVariant, arrays) -> tuple:
         grid = tuple(self.grid(variant.constants, *arrays))
         grid += (1,) * (3 - len(grid))
         if not all(1 <= blocks <= most for blocks, most in zip(grid, GRID_MAX)):

@@ -16,7 +16,7 @@ import torch
 
 from . import driver
 from .layouts import Layout, of_compiled_graphs
-from .recording import NO_SLOT, Allocate, Compute, Launch, Recording, Slot, SlotList, Step, View
+from .recording import NO_SLOT, Allocate, Compute, RecordedLaunch, Recording, Slot, SlotList, Step, View
 
 
 def _allocates(make: Callable) -> bool:
@@ -72,7 +72,7 @@ def plan_of(recording: Recording) -> Plan:
     arguments = range(recording.arguments)
     returned = {slot for slot in recording.results if slot != NO_SLOT}
     seen_by_pytorch = returned.union(*(step.reads for step in steps if isinstance(step, Compute)))
-    launched_on = {slot for step in steps if isinstance(step, Launch) for slot in step.reads}
+    launched_on = {slot for step in steps if isinstance(step, RecordedLaunch) for slot in step.reads}
     related = {slot for slot in returned if any(layouts[slot].overlaps(layouts[other]) for other in returned - {slot})}
 
     if not recording.computes:
@@ -186,7 +186,7 @@ class _Source:
             return f"[{', '.join(map(self.given, arg))}]"
         return self.tensor(arg) if isinstance(arg, Slot) else self.named(arg)
 
-    def launch(self, step: Launch) -> None:
+    def launch(self, step: RecordedLaunch) -> None:
         found = [self.addresses.get(base, f"a{base}") + (f" + {offset}" if offset else "") for base, offset in step.arrays]
         self.add(f"{self.named(step.start)}([{', '.join(found)}], {self.named(step.floats)})")
 

@@ -2,12 +2,12 @@
 
 A dispatch mode sees every operation of PyTorch in the call, and the launcher reports every launch. What a call may do:
 
-| step       | what the call did                                                                   | done again as                |
-|------------|-------------------------------------------------------------------------------------|------------------------------|
-| `Allocate` | made an empty tensor (`ALLOCATIONS`)                                                | an empty tensor              |
-| `View`     | made a view of an argument or of a tensor that it made                              | the same view                |
-| `Compute`  | ran one of `COMPUTATIONS`, where the operator is marked to compute                  | the same function            |
-| `Launch`   | launched a kernel on arguments, tensors that it made, or tensors marked `constant`  | a launch at the new addresses |
+| step             | what the call did                                                                   | done again as                |
+|------------------|-------------------------------------------------------------------------------------|------------------------------|
+| `Allocate`       | made an empty tensor (`ALLOCATIONS`)                                                | an empty tensor              |
+| `View`           | made a view of an argument or of a tensor that it made                              | the same view                |
+| `Compute`        | ran one of `COMPUTATIONS`, where the operator is marked to compute                  | the same function            |
+| `RecordedLaunch` | launched a kernel on arguments, tensors that it made, or tensors marked `constant`  | a launch at the new addresses |
 
 Anything else (a number read back from the device, random numbers, a write to an argument) raises `NotReplayable` once the call has ended.
 The call itself always runs to its end and returns what it returns.
@@ -116,7 +116,7 @@ class Compute(NamedTuple):
     target: int
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """reads: the bases of its arrays, which it may also write; arrays: (base, bytes from its start) of each."""
 
     reads: Tuple[int, ...]
@@ -126,7 +126,7 @@ class Launch(NamedTuple):
     result: None = None
 
 
-Step = Union[Allocate, View, Compute, Launch]
+Step = Union[Allocate, View, Compute, RecordedLaunch]
 
 
 class Recording(NamedTuple):
@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):
             if array.numel() == 0 and 0 not in self._layouts[layout.base].shape:
                 return self.give_up("a kernel runs on an empty part of a tensor, which has no address")
             arrays.append((layout.base, layout.offset * array.element_size()))
-        self._steps.append(Launch(tuple(base for base, _ in arrays), start, arrays, floats))
+        self._steps.append(RecordedLaunch(tuple(base for base, _ in arrays), start, arrays, floats))
 
     def recording(self, result) -> Recording:
         """What the call did that returned `result`. Raises NotReplayable."""

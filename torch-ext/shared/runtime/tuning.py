@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 
-from .artifacts import Variant
+from .artifacts import BuiltVariant
 
 FORMAT = 1
 ROUNDS = 9
@@ -111,7 +111,7 @@ class Tuner:
         self._active = self._measuring = self._warned = False
         self._missing: set = set()
 
-    def choose(self, candidates: Sequence[Variant], machine: Callable[[], str], times: Callable[[], List[float]]) -> Variant:
+    def choose(self, candidates: Sequence[BuiltVariant], machine: Callable[[], str], times: Callable[[], List[float]]) -> BuiltVariant:
         """The candidate to launch; candidates: the default first. machine: names what a measurement holds for.
         times: measures the candidates; called in `measuring` only."""
         default = candidates[0]

@@ -148,8 +148,8 @@ GRPO_NAMES = "_input, lin_weight, selected_token_ids, attention_mask, advantages
 
 
 def _check_grpo(self) -> None:
-    names = policy_losses.Options._fields
-    policy_losses.check_numbers(policy_losses.Options(**{name: getattr(self, name) for name in names if hasattr(self, name)}))
+    names = policy_losses.PolicyOptions._fields
+    policy_losses.check_numbers(policy_losses.PolicyOptions(**{name: getattr(self, name) for name in names if hasattr(self, name)}))
 
 
 def _distillation(distance: str, file: str) -> Loss:

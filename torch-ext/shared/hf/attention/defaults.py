@@ -40,7 +40,7 @@ look_up = object.__getattribute__  # a look-up on a configuration of transformer
 _own: Dict[Any, list] = {}  # by places: what was found in them when all of it was transformers' and PyTorch's own
 
 
-class Place(NamedTuple):
+class NameInModule(NamedTuple):
     """A name of a module, or of one of transformers' tables there, and the module and the name that define what belongs there."""
 
     module: str
@@ -67,18 +67,18 @@ def mask_makers(decoder: type) -> Tuple[str, Tuple[str, ...]]:
 
 @constant_when_traced
 def _places(modeling: str, makers: Tuple[str, ...], default: str) -> Tuple[Tuple[str, str, str, str, str], ...]:
-    """Every `Place` whose function attention of ours makes needless. modeling, makers: of `mask_makers`, "" for a decoder that no package
-    knows; default: the name of its default attention, "" where only its masks count."""
-    found = [Place(MASKING, "", name, MASKING, name) for name in BEHIND_MASKS]
-    found += [Place(modeling, "", name, MASKING, name) for name in makers]
+    """Returns every `NameInModule` whose function Bastile's attention makes needless. modeling, makers: of `mask_makers`, "" for a decoder
+    that no package knows; default: the name of its default attention, "" where only its masks count."""
+    found = [NameInModule(MASKING, "", name, MASKING, name) for name in BEHIND_MASKS]
+    found += [NameInModule(modeling, "", name, MASKING, name) for name in makers]
     home = modeling if default == "eager" else SDPA
     looked_up = [(SDPA, "use_gqa_in_sdpa"), (FUNCTIONAL, "scaled_dot_product_attention")]
     if default == "eager":
         looked_up = [(FUNCTIONAL, "softmax"), (FUNCTIONAL, "dropout")]
     if default:
-        found.append(Place(MASKING, MASKS, default, MASKING, f"{default}_mask"))
-        found.append(Place(modeling, FUNCTIONS, default, home, f"{default}_attention_forward"))
-        found += [Place(module, "", name, module, name) for module, name in ((home, "repeat_kv"), *looked_up)]
+        found.append(NameInModule(MASKING, MASKS, default, MASKING, f"{default}_mask"))
+        found.append(NameInModule(modeling, FUNCTIONS, default, home, f"{default}_attention_forward"))
+        found += [NameInModule(module, "", name, module, name) for module, name in ((home, "repeat_kv"), *looked_up)]
     return tuple([(*place,) for place in found])
 
 
@@ -131,7 +131,7 @@ def are_defaults_own(config) -> bool:
 
 def why_not_own_defaults(config) -> Optional[Reason]:
     """Which function keeps `are_defaults_own` from being True; None where none does."""
-    for place in map(Place._make, _places_of(config)):
+    for place in map(NameInModule._make, _places_of(config)):
         function = _function(*place)
         if not _is_own(function, *place):
             where = f"{place.table}[{place.name!r}]" if place.table else f"{place.module}.{place.name}"

@@ -26,7 +26,7 @@ from ..parts.tree import NotCopied
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
 from .graph_memory import Memory
-from .graph_sizes import Sizes
+from .graph_sizes import GraphSizes
 from .graphed_checkpoints import is_checkpointed, why_not_graphed
 from .graphed_layers import GRAPHS, WITHOUT_GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
@@ -38,13 +38,13 @@ LARGER = 1.5  # times what a pool began with: larger sizes find no room in the p
 KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
 
 
-class Model(NotCopied):
+class CapturedModel(NotCopied):
     """The layers of a model, the shapes that are to be replayed, and the kinds of passes that came."""
 
     def __init__(self, layers: List[nn.Module]):
         self._layers = [weakref.ref(layer) for layer in layers]
         self.shapes: set = set()
-        self.sizes: Optional[Sizes] = None  # of passes of other shapes, if any are to be replayed
+        self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
         self.memory = Memory()
         self.starts = 0  # with other pools
         self.kinds: Dict[tuple, Kind] = {}
@@ -146,10 +146,10 @@ class Model(NotCopied):
         return self.kinds.setdefault(key, Kind(self))
 
 
-class Place(NotCopied):
+class LayerPlace(NotCopied):
     """A layer's place in its model."""
 
-    def __init__(self, model: Model, index: int):
+    def __init__(self, model: CapturedModel, index: int):
         self.model, self.index = model, index
 
 
@@ -238,20 +238,20 @@ def capture(
     check_weights(layers, can_record)
     place = layers[0].__dict__.get(GRAPHS)
     if place is None or place.model.layers != layers:
-        model = Model(layers)
+        model = CapturedModel(layers)
         for index, layer in enumerate(layers):
             release(layer)
             state = layer.__dict__
             if "_hf_hook" in state:
                 raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
-            state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), Place(model, index)
+            state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), LayerPlace(model, index)
             state["forward"] = BoundForward(captured_forward, layer)
     model = layers[0].__dict__[GRAPHS].model
     if by_shape:
         model.shapes.add((batch, tokens))
     else:
         device = next(layers[0].parameters()).device
-        model.sizes = Sizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
+        model.sizes = GraphSizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
     for causal_lm in causal_lms:
         causal_lm.__dict__[GRAPHS] = model
     for each in {*causal_lms, whole}:

@@ -24,7 +24,7 @@ import torch
 from ..parts.explanation import Reason
 from .graph_memory import InputBuffer
 from .graphed_checkpoints import is_checkpointed, without_hooks
-from .graphed_layers import GraphedLayers, Handover, Observed, Outputs, autocast_dtype, run, without_tensors
+from .graphed_layers import GraphedLayers, Handover, Observed, ReplayedOutputs, autocast_dtype, run, without_tensors
 from .layer_calls import is_planned, read_by_layer
 
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
@@ -41,7 +41,7 @@ class State(enum.Enum):
 
 
 class Kind:
-    """A kind of training pass, by what its first layer gets. model: the `Model` of capture.py that has it."""
+    """A kind of training pass, by what its first layer gets. model: the `CapturedModel` of capture.py that has it."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -183,7 +183,7 @@ class ReplayedPass:
 
     def __init__(self, kind: Kind):
         self.kind, self.next = kind, 0  # the number of the next layer
-        self.outputs: Optional[Outputs] = None  # computed already for the next layers
+        self.outputs: Optional[ReplayedOutputs] = None  # computed already for the next layers
 
     def take(self, index: int, x: torch.Tensor, args, kwargs) -> Optional[torch.Tensor]:
         """The output of a layer that was computed with an earlier one's. None where it has to be replayed, or is not the recorded call:
@@ -210,7 +210,7 @@ class ReplayedPass:
         outputs = graphed.call(args[0], tensors)
         self.next += 1
         if len(outputs) > 1:
-            self.outputs = Outputs(graphed, outputs, kwargs, tensors)
+            self.outputs = ReplayedOutputs(graphed, outputs, kwargs, tensors)
         return outputs[0]
 
 

@@ -14,7 +14,7 @@ class Choice(NamedTuple):
     instead_of: Optional[tuple] = None
 
 
-class Sizes:
+class GraphSizes:
     """Counts passes by their kinds. limit: kinds that may have graphs at a time; nbytes: of the memory that all graphs may take."""
 
     def __init__(self, limit: int, nbytes: int):

@@ -1,7 +1,7 @@
 """Graphs of decoder layers that follow each other: one for their forward passes, one for their backward passes.
 
 The graphs read their inputs from memory of their own (`InputBuffer`). A call of the first layer replays the forward graph and returns what
-the others will return, too (`Outputs`). What the graphs of a model compute lies in one pool of memory, so a second forward pass
+the others will return, too (`ReplayedOutputs`). What the graphs of a model compute lies in one pool of memory, so a second forward pass
 is replayed only after the first one's backward pass (`_Ticket`).
 """
 
@@ -300,7 +300,7 @@ class Handover:
         return all(map(operator.is_, map(kwargs.get, mine), mine.values()))
 
 
-class Outputs:
+class ReplayedOutputs:
     """What a replay has computed for the layers after the first one, whose calls are still to come.
 
     kwargs: what the first layer got; tensors: those of them that were copied.

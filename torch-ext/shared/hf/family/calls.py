@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..parts.facts import Fact, Global, NotServed, Path, Text, refused
+from ..parts.facts import Fact, ForwardText, Global, NotServed, Path, refused
 from ..parts.facts import Module as Part
 from ..parts.modules import original_forward
 from ..parts.texts import text_that_runs
@@ -21,7 +21,7 @@ IMPLEMENTATION = "config", "_attn_implementation"
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flex_attention", "another"  # beside "eager"
 
 
-class Given(NamedTuple):
+class GivenArgument(NamedTuple):
     """An argument that has no shape of its own: the mask, the cache, the other arguments."""
 
     name: str
@@ -32,8 +32,8 @@ class Method(NamedTuple):
     name: str
 
 
-MASK, CACHE, ANGLES, REST = Given("attention_mask"), Given("cache"), Given("position_embeddings"), Given("kwargs")
-INTERFACE, NOTHING = Given("attention's implementation"), Given("nothing that is used")
+MASK, CACHE, ANGLES, REST = map(GivenArgument, ("attention_mask", "cache", "position_embeddings", "kwargs"))
+INTERFACE, NOTHING = GivenArgument("attention's implementation"), GivenArgument("nothing that is used")
 COS, SIN, POSITIONS = (Tensor(Op(name), ("B", "S")) for name in ("cos", "sin", "position_ids"))
 NAMES: Mapping[str, Any] = {"attention_mask": MASK, "position_embeddings": ANGLES, "position_ids": POSITIONS, CACHE_NAME: CACHE}
 RESULT = "result "  # and its number: of what mixes tokens, beside the first
@@ -78,7 +78,7 @@ class Calls:
     module: nn.Module
     roles: Mapping[str, str]
     training: bool
-    text: Text
+    text: ForwardText
     globals: Mapping[str, Any]
     tests: Dict[Path, Any]
     skipped: Dict[Path, Any]
@@ -238,7 +238,7 @@ class Calls:
         else:
             self.handed[name] = self._handed(node, {**named}, x, rest, number)
             made = Tensor(Op("attention", name, (x.op,)), x.shape)
-        return (made, *(Given(f"{RESULT}{i}") for i in range(1, number))) if number else made
+        return (made, *(GivenArgument(f"{RESULT}{i}") for i in range(1, number))) if number else made
 
     def _handed(self, node, named: Dict[str, Any], x: Tensor, rest: bool, results: int) -> Handed:
         inputs = [key for key, value in named.items() if value == x]

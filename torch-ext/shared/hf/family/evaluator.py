@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ..parts.facts import COMPARED, COMPUTED, Fact, Global, NotServed, Path, Text, forward_text, held_at, is_config, truth_of
+from ..parts.facts import COMPARED, COMPUTED, Fact, ForwardText, Global, NotServed, Path, forward_text, held_at, is_config, truth_of
 from ..parts.facts import Module as Part
 from .calls import ANGLES, ARGUMENT, CACHE, COS, IMPLEMENTATION, INTERFACE, NAMES, REST, SIN, Calls, Method, is_table
 from .expressions import INPUT, Op, Tensor, columns_of, commutes, sizes_of
@@ -36,7 +36,7 @@ class Evaluator(Calls):
         self.handed, self.factors = {}, {}
         self._reading: Optional[List[Fact]] = None  # inside of a test
         self._asks_for_cache = self.asks_for_angles = self.asks_for_implementation = False
-        self.text: Text = forward_text(module)
+        self.text: ForwardText = forward_text(module)
         self.globals: Mapping[str, Any] = {}
 
     def run(self, hidden: int, angles: Any = ANGLES) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 from torch import nn
 
 from ..parts.facts import Fact, NotServed, Path, follow
-from .calls import ANGLES, IMPLEMENTATIONS, RESULT, Given, Handed
+from .calls import ANGLES, IMPLEMENTATIONS, RESULT, GivenArgument, Handed
 from .evaluator import Evaluator
 from .expressions import INPUT, Op, Tensor, commutes
 from .families import LayerNorms
@@ -185,7 +185,7 @@ def _returned(value: Any) -> Any:
     """An entry of `Frame.returns`; False where it is not known."""
     if isinstance(value, Tensor):
         return ""
-    if isinstance(value, Given) and value.name.startswith(RESULT):
+    if isinstance(value, GivenArgument) and value.name.startswith(RESULT):
         return int(value.name[len(RESULT) :])
     return None if isinstance(value, Fact) and value.value is None and not value.path else False
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...decoder.norms import norm_reference
 from ...decoder.spec import Norm
-from ..parts.facts import NotServed, Text, forward_text, refused
+from ..parts.facts import ForwardText, NotServed, forward_text, refused
 from ..parts.lookups import ROTARY, function_in
 from ..parts.modules import original_forward
 from ..parts.texts import text_that_runs
@@ -37,7 +37,7 @@ BRANCHES = (
 def check_plain(
     function, name: str, reads: Collection[str] = (), flags: Collection[str] = (), cls: Any = None, calls: Collection[str] = CALLS,
     skips: Callable[[Any], bool] = lambda node: False,
-) -> Text:  # fmt: skip
+) -> ForwardText:  # fmt: skip
     """The text of a function whose results for a few numbers say what it computes of all. Raises `NotServed` with the line where it has
     branches, calls what is not in `calls`, or reads more of its module. reads: attributes of the module that it may read; flags: of them
     those that branches may follow, or comparisons with constants; cls: of the module, None for a plain function; skips: tells parts of
@@ -45,7 +45,7 @@ def check_plain(
     text = text_that_runs(function, function.__name__) if isinstance(function, FunctionType) else None
     if text is None:
         raise NotServed(f"{name} is not what its file says, or has no file")
-    found = Text(function, name, text.node, ())
+    found = ForwardText(function, name, text.node, ())
     me = text.node.args.args[0].arg if cls else None
     decided: list = []
     for node in _parts_of(text.node.body, skips):

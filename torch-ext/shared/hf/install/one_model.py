@@ -65,7 +65,7 @@ class _Chosen(NamedTuple):
     modules: Mapping[str, List[nn.Module]]
 
 
-def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
+def _choose(family: patching.FoundFamily, model, attention) -> Optional[_Chosen]:
     """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
     embedding cannot be put on one model."""
     targets, unknown = family
@@ -94,7 +94,7 @@ def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
     return [module for loss in chosen.targets.losses() for module in chosen.modules.get(loss, ())]
 
 
-def _without_losses_of_others(family: patching.Family, model) -> patching.Family:
+def _without_losses_of_others(family: patching.FoundFamily, model) -> patching.FoundFamily:
     """The family, whose unknown texts are not those of the losses of models of another class."""
     targets, unknown = family
     losses = [loss for loss in targets.losses() if loss in unknown]
@@ -102,7 +102,7 @@ def _without_losses_of_others(family: patching.Family, model) -> patching.Family
     return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
-def _without_layers_that_were_read(family: patching.Family, read: Sequence[Recognised]) -> patching.Family:
+def _without_layers_that_were_read(family: patching.FoundFamily, read: Sequence[Recognised]) -> patching.FoundFamily:
     """The family, whose decoder layers have unknown texts no more where these have been read."""
     targets, unknown = family
     if all(type(found.layers[0]).__name__ != targets.classes["decoder_layer"][0] for found in read):

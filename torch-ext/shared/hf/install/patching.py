@@ -47,17 +47,17 @@ from ..parts.wrapped import put
 TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, offload_of.OFFLOADS, WITHOUT, SHAPE, SAID, FACTS
 
 
-class Family(NamedTuple):
+class FoundFamily(NamedTuple):
     """A family on the installed transformers. unknown: of `versions.unfit_texts`."""
 
     targets: Targets
     unknown: Mapping[str, Tuple[Unfit, ...]]
 
 
-def prepare(targets: Targets) -> Family:
+def prepare(targets: Targets) -> FoundFamily:
     """Prepares a family. Raises ImportError when transformers is absent, too old, or has no such family."""
     modules = [modeling_of(targets, name) for name, _ in targets.classes.values()]
-    found = Family(targets, unfit_texts(targets))
+    found = FoundFamily(targets, unfit_texts(targets))
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     for operation, (name, layer) in targets.classes.items():
@@ -73,7 +73,7 @@ def prepare(targets: Targets) -> Family:
     return found
 
 
-def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[Unfit, ...]]]:
+def unknown_of(families: Sequence[FoundFamily], wanted=None) -> Dict[str, Dict[str, Tuple[Unfit, ...]]]:
     """Lists, by family, the operations of unknown text for `versions.note`. wanted: those that were asked for, None for all."""
     return {
         family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}
@@ -116,7 +116,7 @@ def _live_modules(families: Families):
     return list(found.values())
 
 
-def register(families: Sequence[Family]):
+def register(families: Sequence[FoundFamily]):
     """Makes attn_implementation="bastile" a choice, with what is known of the masks of these families, and experts_implementation."""
     for targets, unknown in families:
         if "attention" not in unknown:

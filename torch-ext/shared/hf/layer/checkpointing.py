@@ -17,7 +17,7 @@ import torch
 
 from ...decoder.nodes import TILE_OF
 from ...ops.common import fail
-from ...ops.recorded import Recording, Results
+from ...ops.recorded import AttentionRecording, Results
 from ...ops.second_run import in_backward_pass
 from ...runtime.host_memory import Away
 from ..family.arguments import CACHE, SINCE_5_24
@@ -232,7 +232,7 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
         why = "with copies of its tensors (offload=True, save_on_cpu, device_map), within another checkpoint, or twice"
         cure = "Let checkpoints hold tensors where they are, or leave keep_attention out"
         _warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
-    with Recording(found) as recording:
+    with AttentionRecording(found) as recording:
         attended = attend()
     if recording.results:
         of_storage.keep(place, conditions, recording.results)

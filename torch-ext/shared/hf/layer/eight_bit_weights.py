@@ -49,7 +49,7 @@ def _below_adapters(layer) -> Any:
     return layer
 
 
-class Found(NamedTuple):
+class FrozenLinear(NamedTuple):
     """A linear layer, and the numbers of its weight in 16 or 32 bits, made when they are called for. dtype: of the weight."""
 
     layer: nn.Linear
@@ -57,19 +57,19 @@ class Found(NamedTuple):
     dtype: torch.dtype
 
 
-def _found(name: str, layer) -> Found:
+def _found(name: str, layer) -> FrozenLinear:
     """Raises ValueError where a layer is not torch.nn.Linear, or transformers' FP8Linear, with a frozen weight and without hooks."""
     weight: torch.Tensor = held(layer, "weight")
     if type(layer).__module__ == FINE_GRAINED[0] and is_untouched(layer, *FINE_GRAINED):
         scales, block = held(layer, "weight_scale_inv"), layer.block_size
         if layer.activation_scheme != "dynamic" or block is None or tuple(block) != (BLOCK, BLOCK):
             fail(name, f"in blocks of {block} with {layer.activation_scheme} scales of its input", f"blocks of {BLOCK}, dynamic")
-        found = Found(layer, lambda: dense_of_blocks(weight.detach(), scales.detach()), torch.bfloat16)
+        found = FrozenLinear(layer, lambda: dense_of_blocks(weight.detach(), scales.detach()), torch.bfloat16)
     else:
         reason = why_not_plain(layer, True)
         if reason is not None:
             fail(name, f"no plain torch.nn.Linear ({reason.text})", "one, in 16 or 32 bits, whole on its device and without hooks")
-        found = Found(layer, weight.detach, weight.dtype)
+        found = FrozenLinear(layer, weight.detach, weight.dtype)
     if weight.requires_grad:
         advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
         fail(f"{name}.weight", "to be trained (requires_grad)", advice)
@@ -86,7 +86,7 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
         fail("model", f"a {type(model).__name__}", "a model with decoder layers of this package's families", TypeError)
     # No library reads codes beside experts in 16 or four bits, so there the numbers are what is saved, which all read.
     sparse = any(is_sparse(layer.__dict__["_modules"][own.family.block]) for own, layer in layers)
-    found: List[List[Found]] = []
+    found: List[List[FrozenLinear]] = []
     for prefix, group in groups:  # all of them, before anything is changed
         linears = {prefix + name: _below_adapters(linear) for name, linear in group.items()}
         found.append([_found(name, linear) for name, linear in linears.items() if type(linear) is not EightBitLinear])

@@ -30,7 +30,7 @@ def experts_of(own: FusedLayer, layer) -> List[nn.Module]:
     return [inside_wrappers(block.__dict__["_modules"]["experts"])]
 
 
-class Found(NamedTuple):
+class ExpertWeight(NamedTuple):
     """A weight that is to be in four bits. transposed: whether products add up over its rows."""
 
     module: nn.Module
@@ -38,11 +38,12 @@ class Found(NamedTuple):
     transposed: bool
 
 
-def _found(prefix: str, module, kind: str) -> List[Found]:
+def _found(prefix: str, module, kind: str) -> List[ExpertWeight]:
     """Raises ValueError where the weights of a module of experts are not ordinary, frozen and finite."""
     if experts_gate(module) is None:
         fail(prefix, f"a {type(module).__name__} with a gate that is not known", "experts that this package computes")
-    found = [Found(module, name, bool(module.is_transposed)) for name in WEIGHTS if name not in {each.name for each in held_in(module)}]
+    already = {each.name for each in held_in(module)}
+    found = [ExpertWeight(module, name, bool(module.is_transposed)) for name in WEIGHTS if name not in already]
     for _, name, transposed in found:
         if is_of_bitsandbytes(module, name):
             if kind != "nf4":

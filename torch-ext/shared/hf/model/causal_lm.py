@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...ops.common import autocasts
-from ...ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
+from ...ops.cross_entropy import CrossEntropyOptions, LinearCrossEntropyOutput, cross_entropy_of_logits
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..family.head import Head, Unmade, check_head
 from ..parts.explanation import ADVICE, Reason
@@ -29,7 +29,7 @@ LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, o
 
 
 # Of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`.
-OPTIONS = ("class_weight", "reduction", *(name for name in Options._fields if name != "ignore_index"))
+OPTIONS = ("class_weight", "reduction", *(name for name in CrossEntropyOptions._fields if name != "ignore_index"))
 
 
 def shift(labels, shift_labels, ignore_index):

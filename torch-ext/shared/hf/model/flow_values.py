@@ -31,7 +31,7 @@ class Logits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class LogitsMethod:
     """A method of logits."""
 
     logits: Logits
@@ -47,7 +47,7 @@ class Output:
 
 def has_logits(value) -> bool:
     """Whether a value is made of logits, or may be."""
-    return isinstance(value, (Logits, Method, Output)) or value is MIXED
+    return isinstance(value, (Logits, LogitsMethod, Output)) or value is MIXED
 
 
 def joined(first, last) -> Any:

@@ -40,7 +40,7 @@ from .flow_values import (
     MIXED,
     Environment,
     Logits,
-    Method,
+    LogitsMethod,
     Output,
     Step,
     has_logits,
@@ -254,10 +254,10 @@ class _Reader:
         return Global(self.function.__globals__.get(name, getattr(builtins, name, None)))
 
     def _attribute(self, owner, name: str, node) -> Any:
-        if owner is MIXED or isinstance(owner, Method):
+        if owner is MIXED or isinstance(owner, LogitsMethod):
             raise self._refused(node, "uses what may be its logits")
         if isinstance(owner, Logits):
-            return OTHER if name == "device" else Method(owner, name)
+            return OTHER if name == "device" else LogitsMethod(owner, name)
         if isinstance(owner, Output):
             return Logits() if name == "logits" else OTHER
         if isinstance(owner, Module):
@@ -329,7 +329,7 @@ class _Reader:
         given = [value for value in values if has_logits(value)]
         if function is LOSS_FUNCTION:
             return self._loss(node, args, kwargs, env)
-        if isinstance(function, Method):
+        if isinstance(function, LogitsMethod):
             to_float32 = function.name == "to" and len(args) == 1 and isinstance(args[0], Global) and args[0].value is torch.float32
             if not kwargs and (to_float32 or (function.name in ("float", "contiguous") and not args)):
                 return function.logits

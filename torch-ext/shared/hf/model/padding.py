@@ -50,7 +50,7 @@ from ..parts.wrapped import inside
 
 PARTS = 16  # steps of a length between two powers of two
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
-READ = SAVED + "labels_are_read"  # on a decoder: the `Reading` of its caller
+READ = SAVED + "labels_are_read"  # on a decoder: the `LabelReader` of its caller
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
 UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
 # What treats each token by itself, or holds others: of PyTorch and this package, and by the beginning of their modules' names, of other
@@ -295,7 +295,7 @@ def without_padding(
 
 
 # ---------------------------------------------------------------- for callers of the decoder itself
-class Reading(NamedTuple):
+class LabelReader(NamedTuple):
     """What a caller reads of a decoder's results: those that predict a label. thread: the caller's; target: as in `without_padding`."""
 
     thread: int
@@ -313,7 +313,7 @@ def only_labels_are_read(causal_lm, target: torch.Tensor, ignore_index: int = -1
     """
     decoder = decoder_of(causal_lm)
     state = vars(causal_lm if decoder is None else decoder)
-    state[READ] = Reading(threading.get_ident(), causal_lm, target, ignore_index)
+    state[READ] = LabelReader(threading.get_ident(), causal_lm, target, ignore_index)
     try:
         yield
     finally:

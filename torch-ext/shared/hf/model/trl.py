@@ -120,7 +120,7 @@ def _text_of(function) -> str:
         return ""
 
 
-class Place(NamedTuple):
+class FunctionOfTRL(NamedTuple):
     """A function of TRL's: the module that defines it, its name, the arguments of its forward or its own, and what makes ours of it."""
 
     module: str
@@ -130,13 +130,13 @@ class Place(NamedTuple):
 
 
 PLACES = (
-    Place(
+    FunctionOfTRL(
         "trl.kernels.chunked_logprob",
         "ChunkedLogProbFunction",
         ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"),
         _log_probs,
     ),
-    Place(
+    FunctionOfTRL(
         "trl.kernels.chunked_divergence",
         "ChunkedDivergenceFunction",
         (
@@ -146,7 +146,7 @@ PLACES = (
         ),
         _divergence,
     ),
-    Place(USER, "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs"), _fused_head),
+    FunctionOfTRL(USER, "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs"), _fused_head),
 )
 
 

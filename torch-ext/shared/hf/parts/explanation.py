@@ -96,7 +96,7 @@ def losses_of_others(model: torch.nn.Module, causal_lms: Sequence[torch.nn.Modul
 Found = Mapping[Tuple[str, Optional[Reason]], int]  # how many there are of each part with a reason, None where it runs fused
 
 
-class Row(NamedTuple):
+class ExplainedPart(NamedTuple):
     """part: of a model; count: how many of it there are; fused: whether it runs fused; reason: why not, or what holds it back; advice;
     code: of the reason, a key of `ADVICE`."""
 
@@ -111,7 +111,7 @@ class Row(NamedTuple):
 class Explanation(NamedTuple):
     """What `explain` found: printed, a table."""
 
-    rows: Tuple[Row, ...]
+    rows: Tuple[ExplainedPart, ...]
 
     def __str__(self) -> str:
         table = [("part", "layers", "fused", "why not", "what to do")]
@@ -125,5 +125,5 @@ def explanation_of(found: Found, advice: Mapping[str, str] = ADVICE) -> Explanat
     rows = []
     for (part, reason), count in found.items():
         said = ("", "", "") if reason is None else (reason.text, advice[reason.code], reason.code)
-        rows.append(Row(part, count, reason is None, *said))
+        rows.append(ExplainedPart(part, count, reason is None, *said))
     return Explanation(tuple(rows))

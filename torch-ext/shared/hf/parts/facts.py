@@ -59,7 +59,7 @@ class Global:
     value: Any
 
 
-class Text(NamedTuple):
+class ForwardText(NamedTuple):
     """function: a forward without transformers' decorators. name: of the class and the forward; node: its syntax tree; decorators: the
     names of all that are in its file."""
 
@@ -69,7 +69,7 @@ class Text(NamedTuple):
     decorators: Tuple[str, ...]
 
 
-def forward_text(module: nn.Module) -> Text:
+def forward_text(module: nn.Module) -> ForwardText:
     """The text of a module's forward. Raises `NotServed` where another one runs than its file says, or another decorator than one of
     transformers' that hand on what they get is around it."""
     forward, name = original_forward(module), f"{type(module).__name__}.forward"
@@ -84,10 +84,10 @@ def forward_text(module: nn.Module) -> Text:
     unknown = ", ".join(each for each in names if each not in WRAPPING + DOCUMENTING)
     if unknown or sum(each in WRAPPING for each in names) != around:
         raise NotServed(f"{name} has {unknown or 'other decorators than in its file'} around it")
-    return Text(function, name, text.node, names)
+    return ForwardText(function, name, text.node, names)
 
 
-def refused(text: Text, node, why: str) -> NotServed:
+def refused(text: ForwardText, node, why: str) -> NotServed:
     """The error for a node of a forward. why: goes on from the forward's name."""
     said = ast.unparse(node).strip().partition("\n")[0]
     return NotServed(f"{text.name} {why} in line {node.lineno}: {said if len(said) <= 100 else said[:97] + '...'}")

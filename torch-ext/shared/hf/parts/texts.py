@@ -15,14 +15,14 @@ from .fingerprint import fingerprint_of
 LIBRARIES = ("torch", "transformers")
 
 
-class Text(NamedTuple):
+class FunctionText(NamedTuple):
     """A function's text. node: its syntax tree; fingerprint: of it, under the name that the function has in transformers."""
 
     node: Any
     fingerprint: str
 
 
-def text_of(function, name: str, others: Tuple[str, ...] = ()) -> Optional[Text]:
+def text_of(function, name: str, others: Tuple[str, ...] = ()) -> Optional[FunctionText]:
     """The text of a plain function as if it were called `name`; None where there is none, where the bytecode is not what the text compiles
     to, or where a global name stands for something else than in transformers. others: names that the caller looks at itself."""
     text = text_that_runs(function, name)
@@ -31,7 +31,7 @@ def text_of(function, name: str, others: Tuple[str, ...] = ()) -> Optional[Text]
     return text
 
 
-def text_that_runs(function, name: str) -> Optional[Text]:
+def text_that_runs(function, name: str) -> Optional[FunctionText]:
     """`text_of`, whatever the global names stand for."""
     if type(function) is not FunctionType or function.__closure__:
         return None
@@ -39,14 +39,14 @@ def text_that_runs(function, name: str) -> Optional[Text]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _text_of(code, name: str) -> Optional[Text]:
+def _text_of(code, name: str) -> Optional[FunctionText]:
     tree, compiled = _file("".join(linecache.getlines(code.co_filename)), code.co_filename)
     place = code.co_name, code.co_firstlineno
     if tree is None or all(_runs(again) != _runs(code) for again in _codes(compiled) if (again.co_name, again.co_firstlineno) == place):
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and place == (node.name, min([node.lineno, *[one.lineno for one in node.decorator_list]])):
-            return Text(node, fingerprint_of(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "name": name})))
+            return FunctionText(node, fingerprint_of(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "name": name})))
     return None
 
 

@@ -26,7 +26,7 @@ BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-class Inputs:
+class CheckInputs:
     """Draws the same arguments in one dtype on a device and, as these round to, in float64 on the CPU."""
 
     tokens, hidden, width, classes, long = 130, 1024, 128, 2000, 40000
@@ -107,7 +107,7 @@ class Inputs:
         return self.logits(lambda x: x.softmax(-1))
 
 
-Check = Callable[[Inputs], Union[torch.Tensor, Tuple]]
+Check = Callable[[CheckInputs], Union[torch.Tensor, Tuple]]
 
 
 class Outcome(NamedTuple):
@@ -139,7 +139,7 @@ def checks() -> Dict[str, Check]:
     return found
 
 
-def results_of(check: Check, inputs: Inputs) -> List[torch.Tensor]:
+def results_of(check: Check, inputs: CheckInputs) -> List[torch.Tensor]:
     """Returns the results of an operation and the gradients of its arguments, in float64 on the CPU."""
     found = check(inputs)
     outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -165,8 +165,8 @@ def outcome_of(title: str, check: Check, device: torch.device) -> Optional[Outco
     errors, failures = {}, []
     for dtype, bound in BOUNDS.items():
         try:
-            found = results_of(check, Inputs(device, dtype, False))
-            exact = results_of(check, Inputs(device, dtype, True))
+            found = results_of(check, CheckInputs(device, dtype, False))
+            exact = results_of(check, CheckInputs(device, dtype, True))
             error = max(relative_error(*pair) for pair in zip(found, exact)) if len(found) == len(exact) else float("inf")
         except KernelMissing:
             return None
