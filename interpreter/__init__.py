@@ -10,8 +10,9 @@ float32 or int32 scalar there, and here stays a number that takes the dtype of t
 a block passes; an undecorated helper reached through a module (`helpers.f(x)`) keeps Python's own range, min and max. Compiling
 every variant finds the first two; `@ct.function` on the helper cures the third.
 
-Not implemented: float8 and float4, mma_scaled, foreign pointers, dtype constructors (`ct.int32(x)`; use ct.astype),
-directed rounding modes, acquire and release by a whole tile of atomics (taken as relaxed). flush_to_zero is ignored.
+Not implemented: arithmetic on float8 (cuTile has none either), float4, mma_scaled, foreign pointers, dtype constructors
+(`ct.int32(x)`; use ct.astype), directed rounding modes, acquire and release by a whole tile of atomics (taken as relaxed).
+flush_to_zero is ignored.
 """
 
 from .launch import interpret

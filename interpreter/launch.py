@@ -13,12 +13,14 @@ from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_function_wrapper, is_stub
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, KernelSignature, ListConstraint, ScalarConstraint, TupleConstraint
 
-from . import memory, ops
-from .memory import Array, Launch
+from . import accesses, arithmetic, atomics, blocks, reductions, shapes
+from .arrays import Array
+from .races import Launch
 from .signature import check_signature, overlap
 from .tiles import RANGES, TILE_DTYPES, InterpreterError, Tile, convert, scalar, tile_of
 
-IMPLEMENTED = {inspect.unwrap(stub): fn for stub, fn in {**ops.OPS, **memory.OPS}.items()}
+_MODULES = accesses, arithmetic, atomics, blocks, reductions, shapes
+IMPLEMENTED = {inspect.unwrap(stub): fn for module in _MODULES for stub, fn in module.OPS.items()}
 MAX_GRID = ((1 << 24) - 1, 65535, 65535)  # cuTile's limit, and CUDA's of the dimensions after the first
 
 
@@ -231,14 +233,14 @@ def _constant(number: type) -> Callable:
 # The names that mean something else in a kernel than in Python.
 BUILTINS = {
     "range": TileRange,
-    "max": _extreme(ops.maximum, builtins.max),
-    "min": _extreme(ops.minimum, builtins.min),
+    "max": _extreme(arithmetic.maximum, builtins.max),
+    "min": _extreme(arithmetic.minimum, builtins.min),
     "int": _constant(int),
     "float": _constant(float),
 }
 
 # `cuda.tile` as kernels see it: what may be called on the host too does not pass through the dispatch mode.
-REPLACED = {ct.cdiv: ops.cdiv, ct.static_iter: static_iter, ct.static_exception: static_exception}
+REPLACED = {ct.cdiv: arithmetic.cdiv, ct.static_iter: static_iter, ct.static_exception: static_exception}
 CUDA_TILE = types.ModuleType("cuda.tile")
 CUDA_TILE.__dict__.update({**ct.__dict__, **{f.__name__: new for f, new in REPLACED.items()}})
 

@@ -12,7 +12,7 @@ from tests.cpu.test_whole import Item
 from tests.verdicts import WHOLE
 
 KINDS = (
-    "interpreter/memory.py",
+    "interpreter/races.py",
     "kernel_src/rms_norm.py",
     "torch-ext/shared/runtime/launch.py",
     "torch-ext/shared/ops/swiglu.py",

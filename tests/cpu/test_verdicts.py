@@ -79,7 +79,7 @@ def test_what_was_recorded_is_known(copied):
         pytest.param("torch-ext/shared/runtime/launch.py", within("Kernel", ["def new(self):", "    pass"]), id="a new method"),
         pytest.param(KERNELS, within("transposed_product", ["assert True"]), id="a kernel"),
         pytest.param("kernel_src/prebuild.py", at_the_end("LIMIT = 1"), id="what kernels are prebuilt by"),
-        pytest.param("interpreter/ops.py", at_the_end("LIMIT = 1"), id="the interpreter"),
+        pytest.param("interpreter/arithmetic.py", at_the_end("LIMIT = 1"), id="the interpreter"),
         pytest.param(TESTS, within("check_low_rank_gradients", ["assert True"]), id="the check"),
         pytest.param(TESTS, replaced("65, 136, 24, 264", "66, 136, 24, 264"), id="what the check is called with"),
         pytest.param("tests/tolerances.py", at_the_end("LIMIT = 1"), id="a tolerance"),
