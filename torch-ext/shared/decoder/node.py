@@ -80,7 +80,7 @@ class Gradients(NamedTuple):
 class Form:
     """All of a node's call but its tensors and sizes. There is one object for each combination, unless its layout is not replayable.
 
-    tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
+    tensors: how many of the node's named tuple are present. packed: whether `NodeLayout.whole_of` may find neighbours that the node reads.
     saved, started: the shapes of what the node's functions return, and count: of the results, known once they have run. order: in a graph,
     the place of each of `saved` among the operator's results, -1 for None. needs: what `needed` returned before.
     """

@@ -6,6 +6,7 @@ The tokens are taken in chunks (linear_head.py), and of each the cross entropy's
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
+from functools import partial
 from typing import List, Optional, Tuple, Union
 
 import torch
@@ -94,11 +95,9 @@ def _run(
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
             return whole.rows(), HeadGradients()
-    found = TokenLosses(
-        torch.empty(tokens, dtype=acc, device=hidden.device),
-        torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
-        torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
-    )
+    empty = partial(torch.empty, tokens, device=hidden.device)
+    predicted = empty(dtype=torch.int64) if options.predicts else None
+    found = TokenLosses(empty(dtype=acc), empty(dtype=acc) if options.return_z_loss else None, predicted)
     chunk = KernelChunk if has_kernels else TorchChunk
 
     def loss_of(logits, rows, _):

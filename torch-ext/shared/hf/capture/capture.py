@@ -5,7 +5,7 @@ With few tokens the host cannot start a layer's kernels as fast as the GPU finis
 therefore recorded once and replayed. Everything that is not exactly what was recorded runs as before: other shapes, evaluation, generation,
 hooks, a second forward pass before the first one's backward pass.
 
-The pass that a model is in (`Model.current`) is an `ObservedPass`, a `ReplayedPass`, or None where it runs as before.
+The pass that a model is in (`CapturedModel.current`) is an `ObservedPass`, a `ReplayedPass`, or None where it runs as before.
 """
 
 import sys
