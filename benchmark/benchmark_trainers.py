@@ -1,10 +1,12 @@
-"""Training as people run it: steps of TRL's SFTTrainer on one GPU, over texts of uneven length, with TRL's defaults.
+"""Training as people run it: steps of TRL's SFTTrainer or DPOTrainer on one GPU, over texts of uneven length, with TRL's defaults.
 
-    python -m benchmark.benchmark_trainers [--model qwen3_1.7b] [--lora 16] [--packing]
+    python -m benchmark.benchmark_trainers [--trainer sft] [--model qwen3_1.7b] [--lora 16] [--packing]
 
-Random weights in bf16, batches of four texts, accumulated over two of them, gradient checkpointing. Padded batches, TRL's default, have a
-length that hardly ever comes again; `--packing` fills rows up. Speed is in tokens of texts, without padding. bastile_captured has lengths
-captured as they come, in 100 steps of other texts before. Otherwise as steps.py.
+Random weights in bf16, batches of four rows, accumulated over two of them, gradient checkpointing. Padded batches, TRL's default, have a
+length that hardly ever comes again; `--packing` fills rows of SFT up. DPO has two pairs of answers in a batch. Speed is in tokens of texts,
+without padding. bastile_captured has lengths captured as they come, in 100 steps of other texts before; torch_compile and
+bastile_compiled have `torch_compile=True`. Otherwise as steps.py. A step of GRPO's trainer is mostly generation: see benchmark_generate.py
+for that, and `steps.py --loss grpo` for the rest.
 """
 
 import contextlib
@@ -30,20 +32,43 @@ from .memory import GiB
 from .providers import is_ours, package, require_modules
 from .step_results import Results
 from .stepping import LOSSES, Recipe, child
-from .trl_losses import tokenizer
+from .trl_losses import PROMPT, WORDS, tokenizer
 
-ROWS, ACCUMULATED = 4, 2  # texts or rows of a forward pass, and passes of a step
+ROWS, ACCUMULATED = 4, 2  # of a forward pass, and passes of a step
 MEAN, SHORTEST = 450, 30  # of the texts' lengths, which are distributed exponentially
 PROFILED = 3  # steps after the timed ones, whose kernels are added up
 AHEAD = 100  # more steps before the timed ones where lengths are captured as they come: a training has thousands
 PROVIDERS = ("huggingface", "liger", "bastile")
+COMPILED = ("torch_compile", "bastile_compiled")
+KNOWN = (*PROVIDERS, *COMPILED, "huggingface_flex", "bastile_keep_attention", "bastile_recompute", "bastile_captured")
+TRAINERS = ("sft", "dpo")
 
 
 def texts(count: int, longest: int, vocab: int, seed: int = 0) -> dict[str, list[list[int]]]:
     """Return texts of random tokens, the same for every provider."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.rand(count, generator=generator).mul(-1).log1p().mul(-MEAN).long().clamp(min(SHORTEST, longest), longest)
-    return {"input_ids": [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in lengths.tolist()]}
+    return {"input_ids": [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in lengths(count, longest, generator)]}
+
+
+def lengths(count: int, longest: int, generator: torch.Generator) -> list[int]:
+    """Return the lengths of texts, exponentially distributed."""
+    found = torch.rand(count, generator=generator).mul(-1).log1p().mul(-MEAN).long()
+    return found.clamp(min(SHORTEST, longest), longest).tolist()
+
+
+def pairs(count: int, longest: int, seed: int = 0) -> dict[str, list[str]]:
+    """Return prompts with two answers each, of random words; prompt and answer together are as long as a text."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [max(1, int(PROMPT * length)) for length in lengths(count, longest, generator)]
+    answers = {name: lengths(count, longest, generator) for name in ("chosen", "rejected")}
+
+    def words(number: int) -> str:
+        return " ".join(WORDS[2 + i] for i in torch.randint(0, 2, (max(1, number),), generator=generator).tolist())
+
+    found = {"prompt": [words(length) for length in prompts]}
+    for name, of_answers in answers.items():
+        found[name] = [" " + words(length - prompt) for length, prompt in zip(of_answers, prompts)]
+    return found
 
 
 def timed_by(stepper: "TrainerStepper"):
@@ -81,14 +106,16 @@ def timed_by(stepper: "TrainerStepper"):
 
 @dataclass
 class TrainerStepper:
-    """Measures a trainer, which it makes anew for each length. packing: whether TRL fills rows up with texts; capture: the function that
-    captures the trained model, where it is."""
+    """Measures a trainer, which it makes anew for each length. kind: one of TRAINERS; packing: whether TRL fills rows up with texts;
+    compiled: whether transformers compiles the model; capture: the function that captures the trained model, where it is."""
 
     model: Any
     recipe: Recipe
     device: str
     liger: bool
+    kind: str
     packing: bool
+    compiled: bool
     vocab: int
     capture: Callable | None = None
     rank: int = 0
@@ -104,22 +131,36 @@ class TrainerStepper:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    @property
+    def examples(self) -> int:
+        """Return those of a forward pass: texts, or pairs of answers."""
+        return ROWS if self.kind == "sft" else ROWS // 2
+
+    def data(self, steps: int, tokens: int, seed: int = 0) -> dict[str, list]:
+        """Return the examples of so many steps, of at most so many tokens each."""
+        count = steps * self.examples * ACCUMULATED
+        if self.kind == "dpo":
+            return pairs(count, tokens, seed)
+        return texts(count * (tokens // MEAN + 1 if self.packing else 1), tokens, self.vocab, seed)
+
     def run(self, tokens: int, warmup: int, steps: int) -> dict:
         """Train over texts of at most this many tokens, and return what Stepper.run returns, and the tokens of texts of a step. The part
         "device" of a step is the time of all its kernels."""
+        import trl
         from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
 
         gc.collect()
         ahead = AHEAD if self.capture else 0
         count = warmup + steps + (PROFILED if self.cuda else 0)
-        per_step = ROWS * ACCUMULATED * (tokens // MEAN + 1 if self.packing else 1)
-        data = texts(per_step * count, tokens, self.vocab)
-        data["input_ids"] = texts(per_step * ahead, tokens, self.vocab, seed=1)["input_ids"] + data["input_ids"]
+        data = self.data(count, tokens)
+        if ahead:
+            data = {name: column + data[name] for name, column in self.data(ahead, tokens, seed=1).items()}
         warmup, count = warmup + ahead, count + ahead
         noted, seen = timed_by(self)(warmup, steps), []
 
-        class Trainer(SFTTrainer):
+        create: Any = getattr(trl, f"{self.kind.upper()}Trainer")
+
+        class Trainer(create):
             def _get_train_sampler(self, dataset: Any = None):  # so that the timed batches are the same for all
                 return torch.utils.data.SequentialSampler(self.train_dataset if dataset is None else dataset)  # type: ignore[arg-type]
 
@@ -129,11 +170,11 @@ class TrainerStepper:
                 return super().training_step(model, inputs, *args, **kwargs)
 
         with tempfile.TemporaryDirectory() as folder:
-            config = SFTConfig(
-                output_dir=folder, max_length=tokens, packing=self.packing, per_device_train_batch_size=ROWS,
+            config = getattr(trl, f"{self.kind.upper()}Config")(
+                output_dir=folder, max_length=tokens, per_device_train_batch_size=self.examples, torch_compile=self.compiled,
                 gradient_accumulation_steps=ACCUMULATED, max_steps=count, logging_steps=1, report_to=[], save_strategy="no",
                 bf16=self.cuda, gradient_checkpointing=self.recipe.checkpointing, learning_rate=1e-4, use_liger_kernel=self.liger,
-                use_cpu=not self.cuda, disable_tqdm=True, seed=0, data_seed=0,
+                use_cpu=not self.cuda, disable_tqdm=True, seed=0, data_seed=0, **({"packing": True} if self.packing else {}),
             )  # fmt: skip
             trainer = Trainer(
                 model=self.model, args=config, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
@@ -187,22 +228,26 @@ def build(args) -> TrainerStepper:
     model = family.new_model(args, args.device)
     families.fill(model)
     capture = package(family.package).capture if args.child == "bastile_captured" else None
-    return TrainerStepper(model, steps.recipe_of(args), args.device, args.child == "liger", args.packing, model.config.vocab_size, capture)
+    liger, compiled = args.child == "liger", args.child in COMPILED
+    recipe, vocab = steps.recipe_of(args), model.config.vocab_size
+    return TrainerStepper(model, recipe, args.device, liger, args.trainer, args.packing, compiled, vocab, capture)
 
 
 def main(arguments=None):
     """Measure the steps of a trainer, or do so in a measuring process."""
-    p = steps.parser("Training steps of TRL's SFTTrainer.", (2048,))
+    p = steps.parser("Training steps of TRL's SFTTrainer or DPOTrainer.", (2048,), KNOWN)
     steps.add_recipe(p)
+    p.add_argument("--trainer", choices=TRAINERS, default="sft", help="whose steps")
     p.add_argument("--packing", action="store_true", help="rows that are filled up with texts, instead of padded ones")
     p.set_defaults(model="1.7b", checkpointing=True, warmup=4, steps=10)
     args = p.parse_args(arguments)
+    if args.packing and args.trainer != "sft":
+        p.error(f"argument --packing: {args.trainer.upper()} has no packed rows; leave it out")
     family = families.family_of(args.model)
     if args.child:
         return child(args, build, lambda provider: family.prepare(provider) if is_ours(provider) else None)
     args.providers = args.providers or PROVIDERS
-    steps.check_providers(p, args, family)
-    name = f"{family.name}_sft{steps.recipe_of(args).name}_{'packed' if args.packing else 'padded'}"
+    name = f"{family.name}_{args.trainer}{steps.recipe_of(args).name}_{'packed' if args.packing else 'padded'}"
     return steps.run_all(name, __file__, args, collect=TrainerResults)
 
 

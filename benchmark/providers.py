@@ -74,6 +74,7 @@ PROVIDERS = {
     "bastile_fp8_frozen": Provider(
         "Bastile in eight bits, frozen weights too", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3}
     ),
+    "bastile_compiled": Provider("Bastile, torch.compile", {"color": "#D55E00", "marker": "P", "linestyle": "--"}),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
     "bastile_trl_head": Provider("Bastile with TRL's head", {"color": "#D55E00", "marker": "p", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),

@@ -26,6 +26,7 @@ TRAINERS = {
     "LoRA, packed rows": "sft_lora_16_checkpointing_packed",
     "all weights, padded batches": "sft_checkpointing_padded",
     "all weights, packed rows": "sft_checkpointing_packed",
+    "DPO with LoRA, padded batches": "dpo_lora_16_checkpointing_padded",
 }
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, {}: time, and peak memory of a GPU"

@@ -47,13 +47,14 @@ def known_providers() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for family in families.FAMILIES.values() for name in family.providers))
 
 
-def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.ArgumentParser:
-    """Return the command line of training steps. tokens: the lengths unless told otherwise, None for those of the model's family."""
-    p = new_parser(description)
+def parser(description: str, tokens: tuple[int, ...] | None = None, known: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    """Return the command line of training steps. tokens: the lengths unless told otherwise, None for those of the model's family. known:
+    providers, () for those of any family."""
+    p, known = new_parser(description), known or known_providers()
     p.add_argument("--model", default="8b", help=f"sizes: {', '.join(families.measured())}")
     p.add_argument("--layers", type=int, help="fewer layers than the model has")
     p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
-    p.add_argument("--providers", type=some_of(*known_providers()), help=f"of {', '.join(known_providers())}")
+    p.add_argument("--providers", type=some_of(*known), help=f"of {', '.join(known)}")
     p.add_argument("--documents", type=int, default=1, help="so many documents, packed into one row")
     p.add_argument("--rows", type=int, default=1, help="so many rows, which the tokens are spread over")
     p.add_argument("--padding", type=float, default=0.0, help="the share of the rows that is padding")
@@ -80,6 +81,7 @@ def child_arguments(args, provider: str) -> list[str]:
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
     found += [f"--{name}" for name in ("parts", "packing", "spread") if getattr(args, name, False)]
+    found += ["--trainer", args.trainer] if hasattr(args, "trainer") else []
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:

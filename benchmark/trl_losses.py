@@ -23,9 +23,11 @@ def tokenizer():
     """Return one that knows a few words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({word: int(word) for word in WORDS}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
 
 

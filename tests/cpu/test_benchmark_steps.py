@@ -110,17 +110,35 @@ def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, in_this
     assert ours == pytest.approx(theirs, rel=2e-3)
 
 
-@pytest.mark.parametrize("packing", (False, True), ids=("padded", "packed"))
-def test_steps_of_a_trainer(packing, tmp_path, in_this_process):
+@pytest.mark.parametrize("options", ((), ("--packing",), ("--trainer", "dpo")), ids=("padded", "packed", "dpo"))
+def test_steps_of_a_trainer(options, tmp_path, in_this_process):
     pytest.importorskip("trl")
     arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "1"]
-    providers = ["--providers", "huggingface,bastile", *["--packing"] * packing]
-    found = benchmark_trainers.main([*arguments, *providers, "--results", str(tmp_path)])
+    found = benchmark_trainers.main([*arguments, *options, "--providers", "huggingface,bastile", "--results", str(tmp_path)])
     theirs, ours = (found.steps[provider, 64] for provider in ("huggingface", "bastile"))
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-3) and len(ours.losses) == 2
     assert 240 <= found.real[64] <= 512  # of eight rows of at most 64 tokens, and at least 30
     [file] = (tmp_path / "cpu").glob("*.csv")
-    assert file.stem == f"qwen3_sft_lora_2_checkpointing_{'packed' if packing else 'padded'}"
+    kind, form = "dpo" if "dpo" in options else "sft", "packed" if "--packing" in options else "padded"
+    assert file.stem == f"qwen3_{kind}_lora_2_checkpointing_{form}"
+
+
+def test_the_trainers_refuse_what_they_would_not_measure(capsys):
+    for options, why in ((["--trainer", "dpo", "--packing"], "DPO has no packed rows"), (["--providers", "unsloth"], "expected some of")):
+        with pytest.raises(SystemExit):
+            benchmark_trainers.main(["--model", "qwen3_tiny", *options])
+        assert why in capsys.readouterr().err
+
+
+def test_a_compiled_trainer_compiles_its_model(tmp_path, in_this_process, monkeypatch):
+    """By transformers' option; with batches that are not compiled the same losses."""
+    pytest.importorskip("trl")
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(type(model).__name__) or model)
+    arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "1"]
+    found = benchmark_trainers.main([*arguments, "--providers", "huggingface,torch_compile,bastile_compiled", "--results", str(tmp_path)])
+    losses = [found.steps[provider, 64].losses for provider in ("huggingface", "torch_compile", "bastile_compiled")]
+    assert len(compiled) == 2 and losses[1] == losses[0] and losses[2] == pytest.approx(losses[0], rel=2e-3)
 
 
 def test_a_captured_trainer_has_more_steps_ahead(tmp_path, in_this_process, monkeypatch):
