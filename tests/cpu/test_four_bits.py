@@ -449,6 +449,15 @@ def test_kinds_that_are_refused(gpt_oss, qwen3):
         qwen3.four_bits(tiny_model(BF16).requires_grad_(False))
 
 
+def test_a_configuration_of_another_kind_is_left_alone(gpt_oss):
+    """Weights in eight bits beside experts that transformers keeps in MXFP4."""
+    from transformers import Mxfp4Config
+
+    model = gpt_oss.eight_bits(tiny_gpt_oss(BF16).requires_grad_(False))
+    model.config.quantization_config = given = Mxfp4Config()
+    assert gpt_oss.sixteen_bits(model).config.quantization_config is given
+
+
 def test_gpt_oss_in_nf4(gpt_oss):
     pytest.importorskip("bitsandbytes")
     model = gpt_oss.four_bits(lora(tiny_gpt_oss(BF16), **BESIDE), "nf4")
