@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.profiler import ProfilerActivity, profile
 
 from tests.capturing import Pool, Rerun
@@ -306,6 +307,24 @@ def test_state_dicts(package, kind, tmp_path):
         plain.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict({name: tensor for name, tensor in saved.items() if "down_proj" not in name})
+
+
+def test_state_dicts_of_torchs_checkpoints(package, kind):
+    """accelerate and Trainer ask for them under FSDP2; each key is looked for among the attributes."""
+    model = package.four_bits(sparse(kind))
+    expected = model.state_dict()
+    other = sparse(kind)
+    for each in experts_of(other).values():
+        each.gate_up_proj.data.normal_()
+    package.four_bits(other)
+    for options in ({}, {"full_state_dict": True}):
+        found = get_model_state_dict(model, options=StateDictOptions(**options))
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        set_model_state_dict(other, found, options=StateDictOptions(**options))
+    for name, experts in experts_of(other).items():
+        assert all(torch.equal(getattr(experts, each), getattr(experts_of(model)[name], each)) for each in NAMES)
+    package.sixteen_bits(other)
+    assert get_model_state_dict(other).keys() == other.state_dict().keys() == sparse(kind).state_dict().keys()
 
 
 def test_transformers_loads_what_it_saved(gpt_oss, tmp_path):
