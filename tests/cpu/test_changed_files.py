@@ -99,3 +99,21 @@ def test_a_changed_router_or_block_is_served_as_what_it_is_or_not_at_all(bastile
         if len(tried) == EACH:
             break
     assert len(tried) == EACH and 0 < whole < EACH
+
+
+@pytest.mark.parametrize(("fill", "served"), (('float("-inf")', True), ("0.0", False), ("-1.0", False)))
+def test_what_stands_for_the_experts_of_other_groups(bastile, mine, fill, served):
+    """A number above scores with a low correction has these experts chosen, as DeepSeek's first code and A.X K2's has it."""
+    mask = "masked_fill(~score_mask.bool(), {})"
+    change = mask.format('float("-inf")'), mask.format(fill)
+    source = source_of_mine("Glm4Moe", "glm4_moe")
+    model = mine(change, source=source, name=f"mask_{len(fill)}", **SPARSE["glm4_moe"][1])
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("gate.weight", "correction_bias")):
+            low, high = (-0.4, 0.4) if "weight" in name else (-3.0, -1.0)
+            tensor.data.uniform_(low, high, generator=generator)
+    expected = all_of(model)
+    bastile.kernelize(model.train())
+    assert any("experts" in part and part.startswith("norm") for part in fused(bastile, model)) == served
+    assert_same(all_of(model), expected, FACTOR)

@@ -364,6 +364,23 @@ def test_layers_of_transformers_in_eight_bits(qwen3):
     assert are_equal(*(gradients(qwen3.kernelize(adapted(each))) for each in (model, in_sixteen(qwen3, model))))
 
 
+def test_what_the_configuration_says_of_layers_of_transformers(qwen3):
+    """Those that are not turned stay in it, so that a model that is saved loads with their scales."""
+    from transformers import FineGrainedFP8Config
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    model, _ = fine_grained(frozen(**sizes))
+    model.config.quantization_config = given = FineGrainedFP8Config()
+    assert qwen3.sixteen_bits(model).config.quantization_config is given
+    model.model.another = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+    for turn in (qwen3.eight_bits, qwen3.sixteen_bits):
+        plain = turn(model).config.quantization_config.modules_to_not_convert
+        assert "lm_head" in plain and "model.another" not in plain
+    assert "model.layers.0.mlp.up_proj" in plain
+    del model.model.another
+    assert not hasattr(qwen3.sixteen_bits(qwen3.eight_bits(model)).config, "quantization_config")
+
+
 # ---------------------------------------------------------------- what explain says
 def test_explain_says_what_is_kept_so_and_what_it_saves(qwen3):
     model = frozen(intermediate_size=4096, hidden_size=256)

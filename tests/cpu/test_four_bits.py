@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.profiler import ProfilerActivity, profile
 
 from tests.capturing import Pool, Rerun
@@ -308,6 +309,24 @@ def test_state_dicts(package, kind, tmp_path):
         other.load_state_dict({name: tensor for name, tensor in saved.items() if "down_proj" not in name})
 
 
+def test_state_dicts_of_torchs_checkpoints(package, kind):
+    """accelerate and Trainer ask for them under FSDP2; each key is looked for among the attributes."""
+    model = package.four_bits(sparse(kind))
+    expected = model.state_dict()
+    other = sparse(kind)
+    for each in experts_of(other).values():
+        each.gate_up_proj.data.normal_()
+    package.four_bits(other)
+    for options in ({}, {"full_state_dict": True}):
+        found = get_model_state_dict(model, options=StateDictOptions(**options))
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        set_model_state_dict(other, found, options=StateDictOptions(**options))
+    for name, experts in experts_of(other).items():
+        assert all(torch.equal(getattr(experts, each), getattr(experts_of(model)[name], each)) for each in NAMES)
+    package.sixteen_bits(other)
+    assert get_model_state_dict(other).keys() == other.state_dict().keys() == sparse(kind).state_dict().keys()
+
+
 def test_transformers_loads_what_it_saved(gpt_oss, tmp_path):
     """In GPT-OSS's released layout, which transformers takes apart where it cannot keep it; again from a model that was loaded so."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -447,6 +466,15 @@ def test_kinds_that_are_refused(gpt_oss, qwen3):
         gpt_oss.four_bits(gpt_oss.four_bits(sparse("mxfp4")), "nf4")
     with pytest.raises(TypeError, match="a Qwen3ForCausalLM, expected a model with decoder layers of experts"):
         qwen3.four_bits(tiny_model(BF16).requires_grad_(False))
+
+
+def test_a_configuration_of_another_kind_is_left_alone(gpt_oss):
+    """Weights in eight bits beside experts that transformers keeps in MXFP4."""
+    from transformers import Mxfp4Config
+
+    model = gpt_oss.eight_bits(tiny_gpt_oss(BF16).requires_grad_(False))
+    model.config.quantization_config = given = Mxfp4Config()
+    assert gpt_oss.sixteen_bits(model).config.quantization_config is given
 
 
 def test_gpt_oss_in_nf4(gpt_oss):

@@ -119,7 +119,7 @@ def test_captured_and_padded(package, name, monkeypatch):
     assert Rerun.replays > before
     padding = importlib.import_module(f"{package.__name__}.shared.hf.model.padding")
     assert not padding._may_see_padding(plain.get_base_model().model, table_of(plain))
-    assert padding.weight_within(table_of(plain)) is table_of(plain).home
+    assert padding.weight_within(table_of(plain)).is_set_to(table_of(plain).home)
 
 
 def test_ddp_and_a_graph(package, name):
@@ -163,6 +163,25 @@ def test_what_is_refused_by_name(package, name, change, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         package.host_embeddings(model)
     assert "HostEmbedding" not in {type(module).__name__ for module in model.modules()}
+
+
+def test_what_would_train_it_is_refused(package, name):
+    """PEFT's `modules_to_save` trains a copy of the module, whose table nothing would train."""
+    advice = "to be trained .*expected a frozen one"
+    model = package.host_embeddings(MAKES[name]().requires_grad_(False))
+    with pytest.raises(ValueError, match=advice):
+        table_of(model).requires_grad_(True)
+    assert table_of(model).requires_grad_(False) is table_of(model)
+    with pytest.raises(ValueError, match=advice):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+
+
+@pytest.mark.parametrize("wrong", (-1, 10**6))
+def test_ids_of_no_token_raise_in_a_graph_too(package, name, wrong):
+    model = package.host_embeddings(MAKES[name]().requires_grad_(False))
+    for module in (table_of(model), torch.compile(table_of(model), backend="eager")):
+        with pytest.raises(IndexError):
+            module(torch.tensor([[wrong, 2]]))
 
 
 def test_adapters_and_other_sizes_are_refused(package, name):

@@ -205,6 +205,20 @@ def test_sharded_parameters(package, moe, parts):
             package.reset()
 
 
+def test_experts_that_all_keep_the_forward_of_another_library(package, moe):
+    """As expert parallelism gives them one: they are called, and all else is ours."""
+    model = moe.tiny()
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            module.forward = lambda *args, forward=module.forward: forward(*args) * 2
+    expected = Step(model, input_ids=TOKENS, labels=LABELS)
+    with pytest.warns(RuntimeWarning, match="keeps the forward"):
+        package.kernelize(model)
+    Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
+    parts = {row.part: row for row in package.explain(model).rows}
+    assert parts["norm, q_proj, k_proj, v_proj, rotary"].fused and not any(row.fused for part, row in parts.items() if "router" in part)
+
+
 def test_two_runs_give_the_same_bits(package, moe):
     model = moe.tiny(torch.bfloat16)
     package.apply()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...decoder.router import Scores, choose_experts, rounded
-from ..parts.facts import NotServed, Path, forward_text, refused
+from ..parts.facts import NotServed, Path, follow, forward_text, refused
 from ..parts.modules import original_forward
 from .accounted import ROUTER
 from .calls import argument_names
@@ -21,6 +21,7 @@ GROUPS = ("num_group", "topk_group"), ("n_group", "topk_group")
 FACTORS, LEAST = ("routed_scaling_factor", "router_scaling_factor", "route_scale"), ("norm_min",)
 ROWS, EXPERTS, TOP_K, OF_COPY = 512, 16, 3, {"factor": 2.5, "least": 0.5}
 SMALL = 1e-3  # what is added to a sum is smaller
+LOWER = 0.0, 8.0  # by so much is a correction lowered: then all is below what stands for the experts of other groups, unless that is -inf
 MAY_CALL = {*CALLS, "type", "sigmoid", "gather", "scatter_", "zeros_like", "masked_fill", "expand", "bool"}
 BY_AXES = {"max": {"dim"}, "clamp": {"min"}}  # the keywords with which these choose, or hold a sum up, and do not cut off
 DEVICE = r"\w+ = (\w+)\.device\.type if isinstance\(\1\.device\.type, str\)( and \1\.device\.type != 'mps')? else 'cpu'"
@@ -59,6 +60,7 @@ class _Copy:
     def __init__(self, module: Any, hidden: int, dtype: torch.dtype, paths: List[Path], handed: bool):
         generator = torch.Generator().manual_seed(1)
         self.module = made = copy_of(module, torch.float32, generator)
+        self._paths, self._lowered = paths, 0.0
         made._parameters["weight"] = nn.Parameter(torch.randn(EXPERTS, hidden, generator=generator) * 0.3)
         if made._parameters.get("bias") is not None:
             made._parameters["bias"] = nn.Parameter(torch.randn(EXPERTS, generator=generator))
@@ -84,6 +86,13 @@ class _Copy:
     def set(self, values: Dict[str, Any]) -> None:
         """Gives the copy's attributes other values."""
         vars(self.module).update(values)
+
+    def lower(self, by: float) -> None:
+        """Lowers the correction by so much, and no longer by what it was lowered by before."""
+        for each in (self.correction, *(follow(self.module, path) for path in self._paths)):
+            if each is not None:
+                each.sub_(by - self._lowered)
+        self._lowered = by
 
     def logits(self, wide: bool) -> torch.Tensor:
         weight, bias = self.module.weight, self.module._parameters.get("bias")
@@ -167,7 +176,9 @@ def router_kind(module: Any, hidden: int, handed: bool = False) -> RouterKind:
     by_logits, found, places = _is_by_logits(text), set(), set()  # type: ignore[var-annotated]
     with torch.no_grad():
         made = _Copy(module, hidden, torch.float32, paths, handed)
-        for groups, flag in itertools.product(((4, 2), (1, 1))[: 2 if pair else 1], (True, False) if asks else (None,)):
+        lower = LOWER[: 1 if made.correction is None else 2]
+        for by, groups, flag in itertools.product(lower, ((4, 2), (1, 1))[: 2 if pair else 1], (True, False) if asks else (None,)):
+            made.lower(by)
             numbers = {field: {**OF_COPY, "groups": groups[0], "chosen": groups[1]}[field] for field in names}
             made.set({**{name: numbers[field] for field, name in names.items()}, **({"norm_topk_prob": flag} if asks else {})})
             results, place = made.run(text.name)

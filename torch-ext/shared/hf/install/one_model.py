@@ -134,7 +134,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     targets = chosen.targets
     others = [module for modules in chosen.modules.values() for module in modules if ownership.other_owner(module)]
     modules = {operation: [module for module in found if module not in others] for operation, found in chosen.modules.items()}
-    for operation in targets.optional:  # tensor parallelism gives every module of experts a forward
+    for operation in {*targets.optional, "experts"}:  # tensor parallelism gives every module of experts a forward
         if operation in modules and chosen.modules[operation] and not modules[operation]:
             del modules[operation]
     missing = [operation for operation, found in modules.items() if not found]

@@ -10,7 +10,7 @@ from ...ops.quantised import quantise_together
 from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
-from ..parts.four_bit_experts import give_back
+from ..parts.four_bit_experts import give_back, held_in
 from ..parts.weights import held, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
@@ -103,14 +103,32 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
 
 def sixteen_bits(model: nn.Module) -> nn.Module:
     """Turns weights in eight and in four bits back; see `sixteen_bits` of a package."""
+    written = set()  # what a configuration says of weights that are turned back
     for module in model.modules():
         if isinstance(module, EightBitLinear):
+            written |= {"fp8"} if module.saves_codes else set()
             module.give_back()
+        written |= {made.kind.lower() for _, _, made in held_in(module)}
         give_back(module)
-    for _, config in configs_of(model, "fp8", "mxfp4"):
-        if getattr(config, CONFIG, None) is not None:
+    for part, config in configs_of(model, "fp8", "mxfp4"):
+        if _method_of(config) not in written:
+            continue
+        if any(map(_is_fine_grained, part.modules())):  # transformers' own, which stay so
+            setattr(config, CONFIG, _as_fine_grained(part))
+        else:
             delattr(config, CONFIG)
     return model
+
+
+def _method_of(config) -> Optional[str]:
+    """How a model of a configuration is quantised, None where it is not."""
+    method = getattr(getattr(config, CONFIG, None), "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _is_fine_grained(module: nn.Module) -> bool:
+    """Tells transformers' layer in eight bits."""
+    return (type(module).__module__, type(module).__name__) == FINE_GRAINED
 
 
 def configs_of(model: nn.Module, *known: str) -> List[Tuple[nn.Module, Any]]:
@@ -123,8 +141,8 @@ def configs_of(model: nn.Module, *known: str) -> List[Tuple[nn.Module, Any]]:
         if isinstance(module, PreTrainedModel):
             found.setdefault(id(module.config), (module, module.config))
     for _, config in found.values():
-        method = getattr(getattr(config, CONFIG, None), "quant_method", None)
-        if method is not None and str(getattr(method, "value", method)) not in known:
+        method = _method_of(config)
+        if method is not None and method not in known:
             fail("model", f"quantised by {method}", "one whose weights are in 16 bits")
     return list(found.values())
 
@@ -134,7 +152,7 @@ def _as_fine_grained(model: nn.Module):
     from transformers import FineGrainedFP8Config
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    others = [name for name, module in linears.items() if not isinstance(module, EightBitLinear)]
+    others = [name for name, module in linears.items() if not isinstance(module, EightBitLinear) and not _is_fine_grained(module)]
     plain = [name.replace(".base_layer", "") for name in others if ".lora_" not in name]
     return FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), modules_to_not_convert=plain)
 

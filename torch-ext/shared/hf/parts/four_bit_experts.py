@@ -11,7 +11,8 @@
 import importlib
 import sys
 from functools import partial
-from typing import Any, Dict, Iterator, NamedTuple, Tuple, Type
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple, Type
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from .eight_bit_linear import ReadOnly
 from .weights import is_plain
 
 OF_BITSANDBYTES = "bitsandbytes.nn.parametrize", "Bnb4bitParametrization"
-LISTS = "parametrizations"
+LISTS, NAMES = "parametrizations", "_names_in_state_dicts"
 
 
 def _functional() -> Any:
@@ -194,7 +195,25 @@ def take(module: nn.Module, name: str, made: FourBits, codes: torch.Tensor) -> N
     _listen(module)
 
 
+def _keys_of(module: nn.Module) -> List[str]:
+    """The keys that a state dict has of weights in four bits."""
+    return [f"{name}{suffix}" for name, _, made in held_in(module) for suffix in (made.suffix, *made.beside())]
+
+
+def _names_of(module: nn.Module) -> SimpleNamespace:
+    """An object of which each key leads to an attribute, name by name."""
+    found = SimpleNamespace()
+    for key in _keys_of(module):
+        part = found
+        for name in key.split("."):
+            part = vars(part).setdefault(name, SimpleNamespace())
+    return found
+
+
 def _listen(module: nn.Module) -> None:
+    # torch.distributed.checkpoint looks for each key of a state dict as an attribute, in the order of its names; these it finds there.
+    module.__class__._fqn_modifiers = lambda self: {key.partition(".")[0]: NAMES for key in _keys_of(self)}  # type: ignore[attr-defined]
+    setattr(module.__class__, NAMES, property(_names_of))
     for name, *_ in held_in(module):
         module._modules[LISTS]._modules[name].__class__ = Parametrizations  # type: ignore[union-attr]
     if _save not in module._state_dict_hooks.values():

@@ -1,10 +1,10 @@
 """A frozen embedding whose table stays in the host's memory: a step reads the rows of its tokens alone.
 
 The table is no parameter, so that no move of a model takes it along, `model.device` is that of the layers, and DDP and FSDP2 leave it
-alone. A state dict has it as `weight`, as an embedding's.
+alone. A state dict has it as `weight`, as an embedding's. What would train it asks for its parameters, and is refused (`Frozen`).
 """
 
-from typing import List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -14,6 +14,26 @@ from .explanation import Reason
 from .weights import held, is_plain
 
 ROWS = 4096  # looked up and copied at once
+
+
+class Frozen(torch.Tensor):
+    """Stands for the table where someone asks for the parameters of the embedding itself, to train it (PEFT's `modules_to_save`)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if wanted:
+            advice = "a frozen one: load the model again, and train it without host_embeddings(model)"
+            fail("the embedding in the host's memory", "to be trained (requires_grad)", advice)
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        self.requires_grad = requires_grad
+        return self
 
 
 class HostEmbedding(nn.Module):
@@ -34,10 +54,14 @@ class HostEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         return self.table
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What a call returns, of no size, and not to be trained. Its owner's `parameters` does not ask this."""
+        yield self.home.as_subclass(Frozen)  # type: ignore[misc]
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = ids.to("cpu")  # which waits for a device that has them
         if torch.compiler.is_compiling():
-            return self.table[rows].to(self.home)
+            return nn.functional.embedding(rows, self.table).to(self.home)
         found = torch.empty((*ids.shape, self.table.shape[1]), dtype=self.home.dtype, device=self.home.device)
         flat = rows.flatten()
         for place, part in zip(found.view(-1, found.shape[-1]).split(ROWS), flat.split(ROWS) if flat.numel() else ()):
