@@ -18,14 +18,12 @@ from .warmup import Case
 class Interface:
     """Holds the calls of one package. Its `__init__` gives them their public names, so that each has its text here once.
 
-    package: the name of the package as it was imported. served: the families that it serves. layers: its module of layers, under whose
-    names the Hub finds them. named: those of them that stand under names of the Hub which several families share, or none has.
+    package: the name of the package as it was imported. served: the families that it serves. named: layers that stand under names of the
+    Hub which several families share, or none has.
     """
 
-    def __init__(self, package: str, served: Sequence[Served], layers: Any = None, named: Mapping[str, Type[nn.Module]] = {}):
+    def __init__(self, package: str, served: Sequence[Served], named: Mapping[str, Type[nn.Module]] = {}):
         self._package, self.served, self._named = package, served, named
-        of_hub = (layer for layer in vars(layers).values() if isinstance(layer, type) and "forward" in vars(layer)) if layers else ()
-        self._layers = {layer.forward: layer for layer in of_hub}  # type: ignore[attr-defined]
         # A family may be served with others, too: the last row of it counts.
         self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
         self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
@@ -207,7 +205,7 @@ class Interface:
 
         Raises ImportError when transformers or `kernels` is absent or its version does not fit.
         """
-        return patching.mapping(self.families, mode, self._named, self._layers)
+        return patching.mapping(self.families, mode, self._named)
 
     def get_patched_ops(self):
         """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""

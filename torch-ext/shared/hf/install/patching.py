@@ -10,7 +10,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Callable, Dict, NamedTuple, Sequence, Set, Tuple
+from typing import Dict, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -351,9 +351,8 @@ def get_patched_ops(families: Families):
     return [operation for operation, on in found.items() if on]
 
 
-def mapping(families: Families, mode=None, named: Mapping[str, type] = {}, layers: Mapping[Callable, type] = {}):
-    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`; layers: those that the
-    Hub finds, by their forwards."""
+def mapping(families: Families, mode=None, named: Mapping[str, type] = {}):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`."""
     found, kernels = [prepare(targets) for targets in families], kernels_library()
     note(unknown_of(found), stacklevel=3)
     register(found)
@@ -378,5 +377,4 @@ def mapping(families: Families, mode=None, named: Mapping[str, type] = {}, layer
             RuntimeWarning,
             stacklevel=3,
         )
-    found_layers = {**{name: layers.get(layer.forward, layer) for name, layer in hub_names_of(families).items()}, **named}
-    return mapping_of({name: layer for name, layer in found_layers.items() if name not in left}, mode)
+    return mapping_of({name: layer for name, layer in {**hub_names_of(families), **named}.items() if name not in left}, mode)
