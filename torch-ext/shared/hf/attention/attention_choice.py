@@ -32,7 +32,7 @@ import torch
 from ...ops.attention import takes_heads
 from ...runtime.device import kernels_run_on
 from ..parts.binding import remember
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.modules import SAVED
 from ..parts.offers import offer, withdraw
 from ..parts.weights import weight_within
@@ -61,7 +61,6 @@ OFFERED = SAVED + "attention"  # on an interface of transformers: by package, th
 
 _decoders: set = set()  # classes of models without a head that packages know
 _choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
-_spread: set = set()  # who spreads attention over processes, as `choose_attention` has said
 
 
 def _interfaces():
@@ -293,9 +292,8 @@ def choose_attention(model) -> None:
         raise ValueError(f"DeepSpeed's Ulysses is around attn_implementation={ATTENTION!r}, which this model cannot have: {why_not}")
     if why_not and named == ATTENTION and not state.off:
         warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {why_not}", RuntimeWarning, stacklevel=2)
-    elif spread and state.on and spread not in _spread:
-        _spread.add(spread)
-        warnings.warn(f"attention is transformers': {why_not}", RuntimeWarning, stacklevel=2)
+    elif spread and state.on:
+        warn_once(f"attention is transformers': {spread}")
     state.on, state.off = state.on and not why_not, bool(why_not) and named == ATTENTION
 
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import textwrap
-import warnings
 from importlib.abc import MetaPathFinder
 from types import MethodType, ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -21,7 +20,7 @@ from ...ops.linear_divergence import linear_divergence
 from ...ops.linear_log_probs import linear_log_probs
 from ...ops.log_probs import OUTPUTS
 from ...runtime.device import PLAIN, is_transformed
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprint_of
 from .causal_lm import shift
 from .padding import only_labels_are_read
@@ -34,7 +33,6 @@ READ_LABELS_ALONE = ("5b3f07c10f81e98d",)  # TRL 1.16
 OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
 _options: Dict[str, Any] = {}  # those of the last call
 _of_loss: List[str] = []  # the options of a model's loss that the last `apply` was told
-_warned: set = set()
 
 
 def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> Optional[Reason]:
@@ -203,18 +201,12 @@ def _say_what_is_lost() -> None:
     """Warns that a trainer of TRL computes a loss of its own."""
     what = "do not reach TRL's trainers, which compute their losses from log-probabilities"
     advice = "give the trainer's own options, such as label_smoothing_factor"
-    _warn_once(f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...) {what}: {advice}")
+    warn_once(f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...) {what}: {advice}", stacklevel=4)
 
 
 def _warn(text: str) -> None:
     version = getattr(sys.modules.get("trl"), "__version__", "?")
-    _warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16")
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", stacklevel=4)
 
 
 def _put(module: ModuleType) -> None:
