@@ -47,8 +47,8 @@ class Interface:
 
     def put_on_classes(self, given: Dict[str, Any]) -> None:
         """What `apply` does. given: each of its options."""
-        told = [given.pop(name) for name in options.TOLD]
-        patching.patch_classes(self.families, given, *told)
+        told = options.Settings(**{name: given.pop(name) for name in options.Settings._fields})
+        patching.patch_classes(self.families, given, told)
 
     def kernelize(
         self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
@@ -75,8 +75,8 @@ class Interface:
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload
-        return one_model.kernelize(self.families, model, mode, *told, self._shapes)
+        told = options.Settings(unpad, keep_attention, recompute_mlp, log_probs, products, offload)
+        return one_model.kernelize(self.families, model, told, mode, attention, self._shapes)
 
     def eight_bits(self, model):
         """Turns the frozen weights of the decoder layers' linear layers to eight bits, in place, and returns the model: half their
@@ -164,7 +164,8 @@ class Interface:
         """The functions of transformers that changed since the tested releases."""
         if not versions.is_installed():
             return ()
-        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
+        unknown = {targets.model: versions.by_argument(targets, versions.unfit_texts(targets)) for targets in self.families}
+        left = versions.what_is_left(unknown)
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
