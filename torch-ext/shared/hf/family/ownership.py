@@ -217,7 +217,7 @@ def _function(forward):
 
 def is_ours(forward):
     """True for a bound forward of ours, also of another loaded copy of this package."""
-    return forward is not None and getattr(_function(forward), LAYER, None) is _function(forward)
+    return is_marked(_function(forward))
 
 
 def calls_ours(forward):

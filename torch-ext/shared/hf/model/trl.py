@@ -31,6 +31,7 @@ PART = "log-probabilities in TRL's trainers"
 # Fingerprints of the texts of TRL's `add_fused_lm_head` whose forward reads of the decoder's results only those that predict a label.
 READ_LABELS_ALONE = ("5b3f07c10f81e98d",)  # TRL 1.16
 OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
+IGNORED = -100  # the label of a token that TRL's trainers leave out
 _options: Dict[str, Any] = {}  # those of the last call
 _of_loss: List[str] = []  # the options of a model's loss that the last `apply` was told
 
@@ -101,7 +102,7 @@ def _fused_head(original) -> Callable:
             labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
             if args or not kwargs.get("fused_lm_head") or (labels is None and shifted is None) or torch.compiler.is_compiling():
                 return theirs(self, *args, **kwargs)
-            with only_labels_are_read(self, shift(labels, shifted, -100)):
+            with only_labels_are_read(self, shift(labels, shifted, IGNORED), IGNORED):
                 return theirs(self, **kwargs)
 
         model.forward = MethodType(forward, model)
