@@ -120,32 +120,22 @@ def _text_of(function) -> str:
 
 
 class FunctionOfTRL(NamedTuple):
-    """A function of TRL's: the module that defines it, its name, the arguments of its forward or its own, and what makes ours of it."""
+    """A function of TRL's: the module that defines it, its name, and what makes ours of it. arguments: its own, or by default those of its
+    forward, which are the context and what ours takes."""
 
     module: str
     name: str
-    arguments: Tuple[str, ...]
     ours: Callable
+    arguments: Tuple[str, ...] = ()
+
+    def takes(self) -> Tuple[str, ...]:
+        return self.arguments or ("ctx", *inspect.signature(self.ours(None)).parameters)
 
 
 PLACES = (
-    FunctionOfTRL(
-        "trl.kernels.chunked_logprob",
-        "ChunkedLogProbFunction",
-        ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"),
-        _log_probs,
-    ),
-    FunctionOfTRL(
-        "trl.kernels.chunked_divergence",
-        "ChunkedDivergenceFunction",
-        (
-            *("ctx", "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta"),
-            *("temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale"),
-            "teacher_final_logit_softcapping",
-        ),
-        _divergence,
-    ),
-    FunctionOfTRL(USER, "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs"), _fused_head),
+    FunctionOfTRL("trl.kernels.chunked_logprob", "ChunkedLogProbFunction", _log_probs),
+    FunctionOfTRL("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", _divergence),
+    FunctionOfTRL(USER, "add_fused_lm_head", _fused_head, ("model", "temperature", "cast_lm_head_to_fp32", "outputs")),
 )
 
 
@@ -220,9 +210,9 @@ def _put(module: ModuleType) -> None:
     found: Any = getattr(module, place.name, None)
     original = getattr(found, ORIGINAL, found)
     arguments = () if original is None else tuple(inspect.signature(getattr(original, "forward", original)).parameters)
-    if arguments != place.arguments:
+    if arguments != place.takes():
         what = f"has no {place.name}" if original is None else f"has {place.name} with the arguments {', '.join(arguments)}"
-        _warn(f"{place.module} {what}, where {', '.join(place.arguments)} are expected")
+        _warn(f"{place.module} {what}, where {', '.join(place.takes())} are expected")
         return
     stand_in = found if hasattr(found, ORIGINAL) else StandIn(original)
     stand_in.give(__name__, place.ours(original))
