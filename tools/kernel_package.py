@@ -170,9 +170,11 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def layer_names(source: str, where: str) -> list[str]:
-    """The public classes that a package's `layers.py` defines."""
+    """The public layers of a package's `layers.py`: the classes that it defines, and what it gives a name to."""
     body = parse_python(source, where).body
-    return [node.name for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    named = [target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
+    return [name for name in (*classes, *named) if not name.startswith("_")]
 
 
 def layers_file(variant: Path) -> Path | None:

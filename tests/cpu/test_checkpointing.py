@@ -71,7 +71,7 @@ def test_gradients_are_those_of_full_checkpointing_and_attention_runs_once(qwen3
     inputs = {"input_ids": ids, "labels": ids}
     expected = gradients(model_of(qwen3, False, reentrant, lora), **inputs)
     model = model_of(qwen3, True, reentrant, lora)
-    importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.checkpointing")._warned.clear()
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation")._warned.clear()
     with Count(FLASH) as runs, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         found = gradients(model, **inputs)
@@ -273,7 +273,7 @@ def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
 @pytest.mark.parametrize("part", ("mlp", "mlp.down_proj"))
 def test_an_mlp_that_is_not_fused_is_kept_with_a_warning(qwen3, part):
     """The MLP, or a part of it, has a hook."""
-    importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.checkpointing")._warned.clear()
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation")._warned.clear()
     ids, model = random_tokens(2, 17), trained(qwen3, True)
     for layer in model.model.layers:
         layer.get_submodule(part).register_forward_hook(lambda *_: None)
@@ -402,7 +402,7 @@ def with_packed_tensors(function, x):
 
 @pytest.mark.parametrize("kind", (OnTheHost.apply, with_packed_tensors), ids=("Unsloth's", "offload=True"))
 def test_a_checkpoint_of_a_copy_computes_attention_again_and_says_so_once(qwen3, kind):
-    importlib.import_module(f"{qwen3.__name__}.shared.hf.layer.checkpointing")._warned.clear()
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation")._warned.clear()
     ids, found = random_tokens(2, 17), []
     for keep in (False, True):
         model = model_of(qwen3, keep)
@@ -510,7 +510,7 @@ def test_an_attention_that_cannot_be_kept_is_warned_of_once(qwen3):
 def test_an_attention_of_pytorchs_that_is_no_kernel_is_computed_again(qwen3, monkeypatch):
     """Does what torch 2.6 does on a CPU for grouped heads: the same gradients, and a warning that does not advise what is in force."""
     shared = f"{qwen3.__name__}.shared"
-    importlib.import_module(f"{shared}.hf.layer.checkpointing")._warned.clear()
+    importlib.import_module(f"{shared}.hf.parts.explanation")._warned.clear()
     monkeypatch.setattr(importlib.import_module(f"{shared}.ops.recorded"), "_ASKS", {})
     ids = random_tokens(2, 17)
     inputs = {"input_ids": ids, "labels": ids}

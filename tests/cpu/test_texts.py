@@ -87,7 +87,7 @@ def expected_left(module, name, targets):
     if module in LEFT_BY_MODULE:
         found = LEFT_BY_MODULE[module]
     elif (name.removesuffix(".forward"), module) in targets.elsewhere.items():
-        found = {f"loss_with_vision of {name.removesuffix('.forward')}"}
+        found = {name.removesuffix(".forward")}
     elif module == targets.modeling:
         found = LEFT[name.removeprefix(targets.attention.removesuffix("Attention"))]
         if name == f"{targets.classes['fused_linear_cross_entropy'][0]}.forward":  # of which there may be one only, with a tower
@@ -99,8 +99,9 @@ def expected_left(module, name, targets):
     if module == GPT_OSS and name == "GptOssMLP.forward":  # the block of experts
         return {"decoder_layer"}
     if found == LEFT["ForConditionalGeneration.forward"]:
-        found = {f"loss_with_vision of {name.removesuffix('.forward')}"}
-    return {operation for operation in targets.operations if operation.partition(" ")[0] in found or operation in found}
+        found = {name.removesuffix(".forward")}
+    towers = targets.losses[1:] if "loss_with_vision" in found else ()
+    return {operation for operation in targets.operations if operation in found or operation in towers}
 
 
 def changed(source, name):
@@ -131,7 +132,7 @@ def cases():
 def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_else(request, fixture, module, name, monkeypatch):
     package = request.getfixturevalue(fixture)
     versions, patching = (part(package, name) for name in ("shared.hf.family.versions", "shared.hf.install.patching"))
-    families, argument_of = calls_of(package).families, part(package, "shared.hf.family.families").argument_of
+    families = calls_of(package).families
     left = {targets.model: expected_left(module, name, targets) for targets in families}
     assert any(left.values())
     source = versions.source_of(module)
@@ -141,13 +142,13 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
         package.apply()
     [said] = [str(w.message) for w in caught if "unknown" in str(w.message)]
     for targets in families:
-        arguments = {*map(argument_of, left[targets.model])}
-        assert set(patching.get_patched_ops([targets])) == {*map(argument_of, targets.operations)} - arguments
+        arguments = {*map(targets.argument_of, left[targets.model])}
+        assert set(patching.get_patched_ops([targets])) == {*map(targets.argument_of, targets.operations)} - arguments
         assert all(f"of {targets.model} unknown" in said and argument in said for argument in arguments)
     package.reset()
     for targets in [targets for targets in families if left[targets.model]]:
         check_one_model(package, targets, name, left[targets.model], MODELS[targets.modeling]())
-        for cls in [targets.classes[loss][0] for loss in targets.losses()[1:]]:
+        for cls in [targets.classes[loss][0] for loss in targets.losses[1:]]:
             text, folder = TEXT.get(targets.modeling), targets.modeling.split(".")[2]
             wrapper = cls.removesuffix("ForConditionalGeneration")
             of_vision = tiny_qwen3_5_with_vision(folder) if text is None else tiny_behind_a_tower(text, wrapper)
@@ -156,8 +157,8 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
 
 def check_one_model(package, targets, name, left, model):
     """left: the operations of the family that go with the text."""
-    [loss] = [loss for loss in targets.losses() if targets.classes[loss][0] == type(model).__name__]
-    other = set(targets.losses()) - {loss}
+    [loss] = [loss for loss in targets.losses if targets.classes[loss][0] == type(model).__name__]
+    other = set(targets.losses) - {loss}
     left = left - other
     expected = Step(model, **LABELS)
     with warnings.catch_warnings(record=True) as caught:

@@ -221,7 +221,7 @@ def test_what_goes_to_trl_s_own(qwen3, theirs_called, case):
 def test_another_signature_or_a_name_that_is_gone_leaves_trl_its_own(qwen3, monkeypatch):
     module = part(qwen3)
     theirs = bound()
-    monkeypatch.setattr(module, "_warned", set())
+    monkeypatch.setattr(importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation"), "_warned", set())
     monkeypatch.setattr(module, "PLACES", (module.PLACES[0]._replace(arguments=("ctx", "hidden")),))
     with pytest.warns(RuntimeWarning, match=r"TRL .*has ChunkedLogProbFunction with the arguments ctx, hidden, weight.*Expected trl>="):
         qwen3.apply()

@@ -101,7 +101,7 @@ def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(tmp_path, n
     for targets in calls_of(package).families:
         for operation, (name, layer) in targets.classes.items():
             cls = getattr(importlib.import_module(targets.module_of(name)), name)
-            before |= {cls: inspect.signature(cls.forward)} if operation in targets.losses() else {}
+            before |= {cls: inspect.signature(cls.forward)} if operation in targets.losses else {}
             found, expected = (inspect.signature(one.forward).parameters.values() for one in (layer, cls))
             assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected], name
     package.apply()

@@ -7,9 +7,10 @@
 | has one, and the package none    | the package of the Hub that has them, loaded when a model needs it          |
 """
 
+import functools
 import logging
 import warnings
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -31,6 +32,16 @@ class OnHub(NamedTuple):
 
     name: str
     served: Served
+
+
+def _by_what_serves(call: Callable) -> Any:
+    """The same call, made by what serves the model that it is given."""
+
+    @functools.wraps(call)
+    def of_model(self, model, *args, **kwargs):
+        return getattr(self._of(model), call.__name__)(model, *args, **kwargs)
+
+    return of_model
 
 
 class Front(Interface):
@@ -77,30 +88,13 @@ class Front(Interface):
                 warnings.filterwarnings("ignore", message=".* is served by the package .* already", category=RuntimeWarning)
                 package.apply(**{name: given[name] for name in each.served.arguments()})
 
-    def kernelize(
-        self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
-        offload=False,
-    ):  # fmt: skip
-        told = {"attention": attention, "unpad": unpad, "keep_attention": keep_attention, "recompute_mlp": recompute_mlp}
-        return self._of(model).kernelize(model, mode, **told, log_probs=log_probs, products=products, offload=offload)
-
-    def eight_bits(self, model):
-        return self._of(model).eight_bits(model)
-
-    def four_bits(self, model, kind=None):
-        return self._of(model).four_bits(model, kind)
-
-    def sixteen_bits(self, model):
-        return self._of(model).sixteen_bits(model)
-
-    def host_embeddings(self, model):
-        return self._of(model).host_embeddings(model)
-
-    def explain(self, model):
-        return self._of(model).explain(model)
-
-    def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
-        return self._of(model).capture(model, batch, tokens, sizes, memory)
+    kernelize = _by_what_serves(Interface.kernelize)
+    eight_bits = _by_what_serves(Interface.eight_bits)
+    four_bits = _by_what_serves(Interface.four_bits)
+    sixteen_bits = _by_what_serves(Interface.sixteen_bits)
+    host_embeddings = _by_what_serves(Interface.host_embeddings)
+    explain = _by_what_serves(Interface.explain)
+    capture = _by_what_serves(Interface.capture)
 
     def warmup_all_kernels(self, model=None):
         if model is not None:

@@ -1,79 +1,22 @@
-"""The layers that take the place of Qwen3's and Qwen3-MoE's. They have no state: `self` is the module whose forward they become."""
+"""The layers that take the place of Qwen3's and Qwen3-MoE's, by the names under which the Hub finds them. They have no state: `self` is the
+module whose forward they become. What makes one of a row says what goes in and what comes out."""
 
 from .shared.hf.install import layers
 from .shared.hf.model.causal_lm import causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.parts.modules import Layer
 from .shared.rows.qwen3 import QWEN3, QWEN3_MOE
 
-
-class RMSNorm(Layer):
-    """For Qwen3RMSNorm and Qwen3MoeRMSNorm: hidden_states [..., n] -> [..., n]."""
-
-    forward = layers.rms_norm_of(QWEN3.family).forward
-
-
-class RotaryPosEmb(Layer):
-    """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
-
-    forward = layers.rotary_layer_of(QWEN3.family).forward
-
-
-class MLP(Layer):
-    """For Qwen3MLP and Qwen3MoeMLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
-
-    forward = layers.mlp_of(QWEN3.family).forward
-
-
-class Experts(Layer):
-    """For Qwen3MoeExperts: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top-k] -> [tokens, hidden]."""
-
-    forward = layers.experts_of(QWEN3_MOE.family).forward
-
-
-class SwiGLUMLP(Layer):
-    """For the layer name that transformers reserves for MLPs such as Qwen3's."""
-
-    forward = layers.mlp_of(QWEN3.family).forward
-
-
-class DecoderLayer(Layer):
-    """For Qwen3DecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-
-    forward = layers.decoder_layer_of(QWEN3).forward
-
-
-class Model(Layer):
-    """For Qwen3Model: the same, with attention of ours where it has the one that transformers chooses by default."""
-
-    forward = layers.model(QWEN3.family).forward
-
-
-class CausalLM(Layer):
-    """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None.
-
-    kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either,
-    False for logits in training mode too.
-    """
-
-    forward = layers.causal_lm_of(QWEN3.family).forward
-
-
-class MoeDecoderLayer(Layer):
-    """For Qwen3MoeDecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-
-    forward = layers.decoder_layer_of(QWEN3_MOE).forward
-
-
-class MoeModel(Layer):
-    """For Qwen3MoeModel: the same, with attention of ours where it has the one that transformers chooses by default."""
-
-    forward = layers.model(QWEN3_MOE.family).forward
-
-
-class MoeCausalLM(Layer):
-    """For Qwen3MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
-
-    forward = layers.causal_lm_of(QWEN3_MOE.family).forward
+RMSNorm = layers.rms_norm_of(QWEN3.family)  # Qwen3RMSNorm, Qwen3MoeRMSNorm
+RotaryPosEmb = layers.rotary_layer_of(QWEN3.family)
+MLP = layers.mlp_of(QWEN3.family)  # Qwen3MLP, Qwen3MoeMLP
+SwiGLUMLP = MLP  # the name that transformers reserves for MLPs such as Qwen3's
+Experts = layers.experts_of(QWEN3_MOE.family)
+DecoderLayer = layers.decoder_layer_of(QWEN3)
+Model = layers.model(QWEN3.family)
+CausalLM = layers.causal_lm_of(QWEN3.family)
+MoeDecoderLayer = layers.decoder_layer_of(QWEN3_MOE)
+MoeModel = layers.model(QWEN3_MOE.family)
+MoeCausalLM = layers.causal_lm_of(QWEN3_MOE.family)
 
 
 class ForCausalLMLoss(Layer):

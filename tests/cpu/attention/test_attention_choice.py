@@ -13,6 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 from tests.attention_batches import (
     assert_same,
     documents,
+    module_of,
     packed,
     padded,
     step,
@@ -162,6 +163,44 @@ def test_an_implementation_that_was_asked_for_by_name_is_kept(chosen, family, wh
     package.apply()
     other(ids)
     assert other.model.config._attn_implementation == "bastile"
+
+
+@pytest.mark.parametrize("named", (False, True))
+@pytest.mark.parametrize("made", ("of the configuration", "of a copy", "copied"))
+@pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
+def test_what_is_made_of_a_model_was_asked_for_by_name_where_that_was(chosen, family, made, named):
+    """The name that a configuration has by then is equal to the one that transformers chooses."""
+    package, make = chosen(family)
+    package.apply()
+    model, ids = make(attn_implementation=None), torch.stack(documents(lengths=(5, 5)))
+    default = {"qwen3": "sdpa", "gpt_oss": "eager"}[family]
+    if named:
+        model.set_attn_implementation(default)
+    ways = {
+        "of the configuration": lambda: type(model)(model.config),
+        "of a copy": lambda: type(model)(copy.deepcopy(model.config)),
+        "copied": lambda: copy.deepcopy(model),
+    }
+    other = ways[made]()
+    for each in (other, model):
+        each(ids)
+        assert each.model.config._attn_implementation == (default if named else "bastile")
+        assert each.config._attn_implementation == default
+
+
+def test_packages_agree_on_what_nobody_asked_for(chosen, other_build, monkeypatch):
+    package, make = chosen("qwen3")
+    for name in ("kernels_run_on", "takes_heads"):
+        monkeypatch.setattr(module_of(other_build, "attention_choice"), name, lambda *tensors, **options: True)
+    package.apply()
+    model, ids = make(), torch.stack(documents(lengths=(5, 5)))
+    other_build.apply()
+    between = type(model)(copy.deepcopy(model.config))
+    package.reset()
+    other_build.apply()
+    for each in (model, between, type(model)(copy.deepcopy(between.config))):
+        each(ids)
+        assert each.model.config._attn_implementation == "bastile"
 
 
 @pytest.mark.parametrize("changed", ("query", "key", "value"))

@@ -2,23 +2,8 @@
 whose forward they become."""
 
 from .shared.hf.install import layers
-from .shared.hf.parts.modules import Layer
 from .shared.rows.dense import LLAMA, ROWS
 
-
-class RMSNorm(Layer):
-    """For the RMSNorm of Llama and its kin, and for OLMo's, which multiplies by the weight before it rounds: [..., n] -> [..., n]."""
-
-    forward = layers.any_norm_of(ROWS).forward
-
-
-class RotaryPosEmb(Layer):
-    """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
-
-    forward = layers.rotary_layer_of(LLAMA.family).forward
-
-
-class SwiGLUMLP(Layer):
-    """For the layer name that transformers reserves for MLPs such as Llama's: x [..., hidden] -> [..., hidden]."""
-
-    forward = layers.mlp_of(LLAMA.family).forward
+RMSNorm = layers.any_norm_of(ROWS)  # OLMo's, too, which multiplies by the weight before it rounds
+RotaryPosEmb = layers.rotary_layer_of(LLAMA.family)
+SwiGLUMLP = layers.mlp_of(LLAMA.family)  # the name that transformers reserves for MLPs such as Llama's

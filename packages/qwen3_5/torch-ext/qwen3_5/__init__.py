@@ -14,31 +14,9 @@ from .shared.ops.short_conv import short_conv
 from .shared.rows.qwen3_5 import SERVED
 
 __all__ = [
-    "AdamW",
-    "AttentionPlan",
-    "apply",
-    "attention",
-    "capture",
-    "clear_autotune_cache",
-    "eight_bits",
-    "explain",
-    "four_bits",
-    "gated_delta_rule",
-    "gated_delta_step",
-    "gated_rms_norm",
-    "get_patched_ops",
-    "host_embeddings",
-    "kernelize",
-    "layers",
-    "linear_cross_entropy",
-    "linear_log_probs",
-    "mapping",
-    "pack",
-    "report",
-    "reset",
-    "short_conv",
-    "sixteen_bits",
-    "warmup_all_kernels",
+    "AdamW", "AttentionPlan", "apply", "attention", "capture", "clear_autotune_cache", "eight_bits", "explain", "four_bits",
+    "gated_delta_rule", "gated_delta_step", "gated_rms_norm", "get_patched_ops", "host_embeddings", "kernelize", "layers",
+    "linear_cross_entropy", "linear_log_probs", "mapping", "pack", "report", "reset", "short_conv", "sixteen_bits", "warmup_all_kernels",
 ]
 
 NAMED = {
@@ -49,18 +27,8 @@ NAMED = {
     "causal_conv1d_fn": layers.CausalConv1dFn,
     "causal_conv1d_update": layers.CausalConv1dUpdate,
 }
-_calls = Interface(__package__, [SERVED], layers, NAMED)
-apply = _calls.apply
-kernelize = _calls.kernelize
-eight_bits = _calls.eight_bits
-four_bits = _calls.four_bits
-sixteen_bits = _calls.sixteen_bits
-host_embeddings = _calls.host_embeddings
-explain = _calls.explain
-report = _calls.report
-capture = _calls.capture
-mapping = _calls.mapping
-get_patched_ops = _calls.get_patched_ops
-reset = _calls.reset
-warmup_all_kernels = _calls.warmup_all_kernels
-clear_autotune_cache = _calls.clear_autotune_cache
+_calls = Interface(__package__, [SERVED], NAMED)
+apply, kernelize, capture, reset = _calls.apply, _calls.kernelize, _calls.capture, _calls.reset
+eight_bits, four_bits, sixteen_bits, host_embeddings = _calls.eight_bits, _calls.four_bits, _calls.sixteen_bits, _calls.host_embeddings
+explain, report, mapping, get_patched_ops = _calls.explain, _calls.report, _calls.mapping, _calls.get_patched_ops
+warmup_all_kernels, clear_autotune_cache = _calls.warmup_all_kernels, _calls.clear_autotune_cache

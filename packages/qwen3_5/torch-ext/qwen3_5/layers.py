@@ -1,5 +1,5 @@
 """The layers that take the place of Qwen3.5's and Qwen3-Next's, and those under the names that transformers opens for every gated delta
-net. They have no state: `self` is the module whose forward they become."""
+net. They have no state: `self` is the module whose forward they become. What makes one of a row says what goes in and what comes out."""
 
 from .shared.hf.install import layers
 from .shared.hf.layer import delta_net
@@ -7,43 +7,21 @@ from .shared.hf.parts.modules import Layer
 from .shared.rows import qwen3_5 as rows
 from .shared.rows.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
-
-class RMSNormZeroCentered(Layer):
-    """For Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm and Qwen3NextRMSNorm, which multiply by 1 + weight: x [..., n] -> [..., n]."""
-
-    forward = layers.rms_norm_of(QWEN3_5.family).forward
-
-
-class RMSNormGated(Layer):
-    """For the norm that follows a delta net: hidden_states and gate [..., n] -> [..., n]."""
-
-    forward = rows.RMSNormGated.forward
-
-
-class RotaryPosEmb(Layer):
-    """For `apply_rotary_pos_emb`, which turns the first part of each head."""
-
-    forward = layers.rotary_layer_of(QWEN3_5.family).forward
-
-
-class MLP(Layer):
-    """For Qwen3_5MLP and its kin, also the experts that every token goes to: x [..., hidden] -> [..., hidden]. Recomputes its activations
-    in the backward pass."""
-
-    forward = layers.mlp_of(QWEN3_5.family).forward
-
-
-class Experts(Layer):
-    """For Qwen3_5MoeExperts and Qwen3NextExperts: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top-k] ->
-    [tokens, hidden]."""
-
-    forward = layers.experts_of(QWEN3_5_MOE.family).forward
-
-
-class Qwen3_5GatedDeltaNet(Layer):
-    """For the delta nets of all three: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
-
-    forward = rows.GatedDeltaNet.forward
+RMSNormZeroCentered = layers.rms_norm_of(QWEN3_5.family)  # of all three, which multiply by 1 + weight
+RMSNormGated = rows.RMSNormGated
+RotaryPosEmb = layers.rotary_layer_of(QWEN3_5.family)
+MLP = layers.mlp_of(QWEN3_5.family)  # also the experts that every token goes to
+Experts = layers.experts_of(QWEN3_5_MOE.family)
+Qwen3_5GatedDeltaNet = rows.GatedDeltaNet
+DecoderLayer = layers.decoder_layer_of(QWEN3_5)
+Model = rows.Model
+CausalLM = layers.causal_lm_of(QWEN3_5.family)
+WithVision = layers.with_vision_of(QWEN3_5.family, *QWEN3_5.family.towers)  # the vision tower is left as it is
+MoeDecoderLayer = layers.decoder_layer_of(QWEN3_5_MOE)
+MoeCausalLM = layers.causal_lm_of(QWEN3_5_MOE.family)
+MoeWithVision = layers.with_vision_of(QWEN3_5_MOE.family, *QWEN3_5_MOE.family.towers)
+NextDecoderLayer = layers.decoder_layer_of(QWEN3_NEXT)
+NextCausalLM = layers.causal_lm_of(QWEN3_NEXT.family)
 
 
 class ChunkGatedDeltaRule(Layer):
@@ -77,58 +55,3 @@ class CausalConv1dUpdate(Layer):
 
     def forward(self, hidden_states, conv_state, weight, bias=None, activation=None):
         return delta_net.convolution_step(hidden_states, conv_state, weight, bias, activation)
-
-
-class DecoderLayer(Layer):
-    """For Qwen3_5DecoderLayer: hidden_states [batch, tokens, hidden] -> the same; norm, MLP and residual connections in one node."""
-
-    forward = layers.decoder_layer_of(QWEN3_5).forward
-
-
-class Model(Layer):
-    """For Qwen3_5TextModel, Qwen3_5MoeTextModel and Qwen3NextModel: finds documents in position_ids where the caller gave no more, which
-    transformers does not do."""
-
-    forward = rows.Model.forward
-
-
-class CausalLM(Layer):
-    """For Qwen3_5ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
-
-    forward = layers.causal_lm_of(QWEN3_5.family).forward
-
-
-class WithVision(Layer):
-    """For Qwen3_5ForConditionalGeneration: as `CausalLM`; the vision tower is left as it is."""
-
-    forward = layers.with_vision_of(QWEN3_5.family, *QWEN3_5.family.towers).forward
-
-
-class MoeDecoderLayer(Layer):
-    """For Qwen3_5MoeDecoderLayer: as `DecoderLayer`, with the router, its experts and the one that every token goes to."""
-
-    forward = layers.decoder_layer_of(QWEN3_5_MOE).forward
-
-
-class MoeCausalLM(Layer):
-    """For Qwen3_5MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
-
-    forward = layers.causal_lm_of(QWEN3_5_MOE.family).forward
-
-
-class MoeWithVision(Layer):
-    """For Qwen3_5MoeForConditionalGeneration: as `MoeCausalLM`; the vision tower is left as it is."""
-
-    forward = layers.with_vision_of(QWEN3_5_MOE.family, *QWEN3_5_MOE.family.towers).forward
-
-
-class NextDecoderLayer(Layer):
-    """For Qwen3NextDecoderLayer: as `MoeDecoderLayer`."""
-
-    forward = layers.decoder_layer_of(QWEN3_NEXT).forward
-
-
-class NextCausalLM(Layer):
-    """For Qwen3NextForCausalLM: as `MoeCausalLM`."""
-
-    forward = layers.causal_lm_of(QWEN3_NEXT.family).forward

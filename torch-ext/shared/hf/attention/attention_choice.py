@@ -1,8 +1,22 @@
 """Who computes a model's attention: our name among transformers' implementations, and which models get it without asking.
 
-A model that did not ask for an implementation by name gets ours where its kernels run. Its configuration does not say so: that is the
-user's, who copies it, saves it and makes other models of it. The decoder and its attention hold one of ours instead, which shares the
-state of the user's and answers for it.
+A model that did not ask for an implementation by name gets ours where its kernels run. Two questions follow.
+
+Who asked? transformers writes its own choice where a user's name would stand. Where nobody asked, what stands there afterwards is one of
+the strings of `_bastile_unasked`: equal to transformers' name, and another object. Whoever hands it on (a trainer of TRL to its reference
+model, `generate_batch` as it gives back what it found, a user with a copy of the configuration) says with it that nobody asked. What is
+unpickled is an ordinary string again, and is taken for a name unless a decoder came with it, which knows (`NAMED`).
+
+What says that it is ours? Not the user's configuration, of which copies, files and other models are made. The decoder and its attention
+hold one of ours, of a subclass that differs in the name alone, shares the state of the user's, and is copied as that. Other ways:
+
+- The user's configuration says it during a pass. Checkpointed layers run again in the backward pass, behind the pass, and replicas of
+  DataParallel share the configuration in threads, of which one would take back what another needs.
+- The decoder has a plain copy, which says it. What the user changes in one of the two is not in the other, and a copy of the model, which
+  reset() does not know, asks for an implementation that is gone. A change of the same name (`set_attn_implementation("sdpa")`) is seen by
+  a property alone.
+- Another function stands in transformers' table, or an attention finds other globals. The table serves every model of the process, and
+  what a user or DeepSpeed puts there is obeyed (defaults.py).
 """
 
 import copy
@@ -11,14 +25,14 @@ import operator
 import sys
 import warnings
 import weakref
-from typing import Any, Dict, Iterable, Iterator, Optional
+from typing import Any, Dict, Iterable, Optional
 
 import torch
 
 from ...ops.attention import takes_heads
 from ...runtime.device import kernels_run_on
 from ..parts.binding import remember
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.modules import SAVED
 from ..parts.offers import offer, withdraw
 from ..parts.weights import weight_within
@@ -40,8 +54,6 @@ from .exchange import why_left, why_spread
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .told import said_of, untold
 
-CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
-TRL_TRAINERS = "trl.trainer."
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
@@ -49,8 +61,6 @@ OFFERED = SAVED + "attention"  # on an interface of transformers: by package, th
 
 _decoders: set = set()  # classes of models without a head that packages know
 _choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
-_spread: set = set()  # who spreads attention over processes, as `choose_attention` has said
-_defaulted: dict = {}  # by id: configurations whose implementation transformers chose, referred to weakly
 
 
 def _interfaces():
@@ -124,6 +134,31 @@ def runs_between_exchanges(module) -> bool:
     return type(module) in _decoders and module.config._attn_implementation == ATTENTION and exchange_of(module.config) is not None
 
 
+# ---------------------------------------------------------------- the name that nobody asked for
+def _unasked_names() -> Dict[str, str]:
+    """`_bastile_unasked` of a copy of this file that was loaded before, or one of new strings."""
+    for loaded in list(sys.modules.values()):
+        found = getattr(loaded, "__dict__", {}).get(UNASKED)
+        if found:
+            return found
+    return {name: name.encode().decode() for name in ("sdpa", "eager")}  # which makes another string, and no literal is ever this one
+
+
+UNASKED = "_bastile_unasked"  # in every loaded copy of this file: the same strings
+_bastile_unasked = _unasked_names()
+
+
+def _is_unasked(name: Optional[str]) -> bool:
+    """Tells whether a name is of `_bastile_unasked`, and so one that nobody asked for."""
+    return name is not None and _bastile_unasked.get(name) is name
+
+
+def _leave_unasked(config) -> None:
+    """Writes into a configuration that nobody asked for the implementation that it has."""
+    name = vars(config).get(STORED)
+    vars(config)[STORED] = _bastile_unasked.get(name, name)
+
+
 # ---------------------------------------------------------------- choosing it
 class _State:
     """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
@@ -150,41 +185,19 @@ def _implementation(config) -> Optional[str]:
 
 
 def _ask_for(config, name: Optional[str]) -> None:
-    """Sets an implementation that was asked for by name, even the current one: `set_attn_implementation` of a model calls this too."""
+    """Sets an implementation that was asked for by name, even the current one: `set_attn_implementation` of a model calls this too. Given
+    back one that nobody asked for, as `generate_batch` does with what it found, the decoder chooses again."""
     state = getattr(config, CHOICE, None)
     if name == ATTENTION == _implementation(config):
         return  # another model is made of this configuration, and writes what it reads
     config.__dict__[STORED] = name
     if state is not None:
         state.on = False
-        if state.decoder() is not None and not _asked_by_continuous_batching():
-            vars(state.decoder())[NAMED] = True
-
-
-def _asked_by_continuous_batching() -> bool:
-    """Tells whether `generate_batch` is asking. It sets an implementation for pages while it runs, and the one before that afterwards, with
-    the function that users call: taken for a choice of theirs, the second would keep our attention from all training that follows."""
-    return next(_callers_in(CONTINUOUS_BATCHING), None) is not None
-
-
-def _asked_for_the_policy() -> bool:
-    """Tells whether a trainer of TRL is asking for the implementation of its reference model's policy, which nobody asked for by name."""
-    for frame in _callers_in(TRL_TRAINERS):
-        policy = getattr(frame.f_locals.get("self"), "model", None)
-        if isinstance(policy, torch.nn.Module):
-            given = getattr(frame.f_locals.get("args"), "model_init_kwargs", None) or {}
-            named = [NAMED in vars(module) for module in policy.modules() if type(module) in _decoders]
-            return bool(named) and not any(named) and "attn_implementation" not in given
-    return False
-
-
-def _callers_in(module: str) -> Iterator[Any]:
-    """The frames of the callers in modules whose names begin so, the nearest first."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(module):
-            yield frame
-        frame = frame.f_back
+        decoder = state.decoder()
+        if decoder is not None and _is_unasked(name):
+            vars(decoder).pop(NAMED, None)
+        elif decoder is not None:
+            vars(decoder)[NAMED] = True
 
 
 def _absent(config):
@@ -218,7 +231,6 @@ def _class_of_ours(cls: Any) -> type:
             "__eq__": lambda self, other: _own(self) == _own(other),
             "__hash__": None,
             "__copy__": lambda self: copy.copy(_own(self)),
-            "__deepcopy__": lambda self, memo: copy.deepcopy(_own(self), memo),
             "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((_own(self),),)),
         }
         made = _choosing[cls] = type(cls.__name__, (cls,), names)
@@ -236,6 +248,8 @@ def watch_attention(model) -> _State:
         state = _State(config, model)
         object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
         object.__setattr__(ours, CHOICE, state)
+        if NAMED not in vars(model) and vars(config).get(STORED) == state.default:
+            _leave_unasked(config)
         if type(config) in TRACEABLE:
             TRACEABLE[type(ours)] = TRACEABLE[type(config)]
         vars(model)["config"] = ours
@@ -278,9 +292,8 @@ def choose_attention(model) -> None:
         raise ValueError(f"DeepSpeed's Ulysses is around attn_implementation={ATTENTION!r}, which this model cannot have: {why_not}")
     if why_not and named == ATTENTION and not state.off:
         warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {why_not}", RuntimeWarning, stacklevel=2)
-    elif spread and state.on and spread not in _spread:
-        _spread.add(spread)
-        warnings.warn(f"attention is transformers': {why_not}", RuntimeWarning, stacklevel=2)
+    elif spread and state.on:
+        warn_once(f"attention is transformers': {spread}")
     state.on, state.off = state.on and not why_not, bool(why_not) and named == ATTENTION
 
 
@@ -304,8 +317,8 @@ def _why_not_told(model) -> Optional[Reason]:
 
 # ---------------------------------------------------------------- knowing what was asked for by name
 def note_new_models(package: str) -> None:
-    """Notes on each decoder that is made from now on whether its implementation was asked for by name, which cannot be seen afterwards:
-    transformers writes its own choice in the same place. package: the one that wants it noted."""
+    """Notes on each decoder that is made from now on whether its implementation was asked for by name. package: the one that wants it
+    noted."""
     cls: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
     noting = vars(cls).get(NOTING)
     if noting is None:
@@ -339,9 +352,8 @@ def _note(model, config, requested: Optional[str]) -> None:
     """Is called with each model of transformers that is made, the outer one before the one in it. requested: what the configuration said
     before transformers chose."""
     if requested is None:
-        number = id(config)
-        _defaulted[number] = weakref.ref(config, lambda _: _defaulted.pop(number, None))
-    elif id(config) not in _defaulted and type(model) in _decoders and not _asked_for_the_policy():
+        _leave_unasked(config)
+    elif type(model) in _decoders and not _is_unasked(requested):
         vars(model)[NAMED] = True
     if type(model) in _decoders:
         watch_attention(model)

@@ -5,7 +5,6 @@ back into all heads of its own tokens. Which tokens see which is said of whole r
 """
 
 import sys
-import warnings
 from typing import Any, Dict, Optional
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from ...ops.attention import AttentionPlan, attention
 from ...ops.common import constant_when_traced
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from .defaults import (
     ATTENTION,
     MASKING,
@@ -30,7 +29,6 @@ from .masks import WINDOWS, Visible, documents_in, kinds_of_layers
 from .row_documents import spans_in_bounds
 
 PADDING = -1  # the position that says so of a token
-_warned: set = set()
 
 
 def why_spread(config) -> str:
@@ -53,9 +51,8 @@ def why_left(config) -> Optional[Reason]:
 def warn_of_graphs() -> None:
     """Says once that a graph of torch.compile, which is being traced, has no attention of ours between DeepSpeed's exchanges."""
     text = "under torch.compile attention between the exchanges of DeepSpeed's Ulysses is the function that it was registered around"
-    if exchange_in(sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS.get("sdpa")) is not None and text not in _warned:
-        _warned.add(text)
-        warnings.warn(f"{text}: SDPA lets packed documents see each other. Leave torch.compile out", RuntimeWarning, stacklevel=2)
+    if exchange_in(sys.modules[MODELING].ALL_ATTENTION_FUNCTIONS.get("sdpa")) is not None:
+        warn_once(f"{text}: SDPA lets packed documents see each other. Leave torch.compile out")
 
 
 def attend_in_whole_rows(visible: Visible, module, query, key, value, scaling, dropout, sinks, kwargs: Dict[str, Any], said: bool):
@@ -109,9 +106,7 @@ def _refuse(config, what: str) -> None:
     text = f"attention of Bastile cannot run under DeepSpeed's Ulysses with {what}"
     if look_up(config, "__dict__").get(STORED) == ATTENTION:
         raise ValueError(f'{text}. Leave that out, or leave attn_implementation out and register "sdpa" with DeepSpeed')
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(f"{text}: the function that DeepSpeed was registered around runs instead", RuntimeWarning, stacklevel=4)
+    warn_once(f"{text}: the function that DeepSpeed was registered around runs instead", stacklevel=5)
 
 
 def _plan_of_whole_rows(visible: Visible, kwargs, always: bool) -> Optional[AttentionPlan]:

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ..parts.facts import Fact, ForwardText, Global, NotServed, Path, refused
+from ..parts.facts import Fact, ForwardText, Global, NotServed, Path, arguments_of, refused
 from ..parts.facts import Module as Part
 from ..parts.modules import original_forward
 from ..parts.texts import text_that_runs
@@ -97,9 +97,6 @@ class Calls:
         raise NotImplementedError
 
     def _fact(self, value, path: Path) -> Fact:
-        raise NotImplementedError
-
-    def _arguments(self, node) -> List[ast.arg]:
         raise NotImplementedError
 
     def _body(self, node, function: FunctionType, given: Dict[str, Any]) -> Any:
@@ -244,7 +241,7 @@ class Calls:
         inputs = [key for key, value in named.items() if value == x]
         if len(inputs) != 1 or self.handed:
             raise self._refused(node, "calls a module with something more")
-        of_layer = [each.arg for each in self._arguments(self.text.node)[1:]]
+        of_layer = [*arguments_of(self.text.node, self.text.name)][1:]
         names = []
         for key, value in named.items():
             known = [each for each, held in NAMES.items() if value is held or (isinstance(value, tuple) and value == held)]
@@ -274,7 +271,7 @@ class Calls:
         if isinstance(owner, Part):
             function = inspect.getattr_static(type(owner.module), name)
             text = text_that_runs(function, name)
-            names = [each.arg for each in self._arguments(text.node)[1:]] if text else []
+            names = [*arguments_of(text.node, self.text.name)][1:] if text else []
             return self._body(text.node, function, {**dict(zip(names, args)), **kwargs}) if text else None
         return self._of_tensor(node, owner, name, args, kwargs) if isinstance(owner, Tensor) else None
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ..parts.facts import COMPARED, COMPUTED, Fact, ForwardText, Global, NotServed, Path, forward_text, held_at, is_config, truth_of
+from ..parts.facts import COMPARED, COMPUTED, Fact, ForwardText, Global, Path, arguments_of, forward_text, held_at, is_config, truth_of
 from ..parts.facts import Module as Part
 from .calls import ANGLES, ARGUMENT, CACHE, COS, IMPLEMENTATION, INTERFACE, NAMES, REST, SIN, Calls, Method, is_table
 from .expressions import INPUT, Op, Tensor, columns_of, commutes, sizes_of
@@ -41,24 +41,16 @@ class Evaluator(Calls):
 
     def run(self, hidden: int, angles: Any = ANGLES) -> Any:
         """Evaluates the forward for hidden states [rows, tokens, hidden]."""
-        first = self._arguments(self.text.node)[1].arg
+        _, first, *_ = arguments_of(self.text.node, self.text.name)
         given = {**NAMES, "position_embeddings": angles, first: Tensor(INPUT, ("B", "S", hidden))}
         return self._body(self.text.node, self.text.function, given, of_call=True)
 
-    def _arguments(self, node) -> List[ast.arg]:
-        if node.args.vararg is not None:
-            raise NotServed(f"{self.text.name} takes *{node.args.vararg.arg}")
-        return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-
     def _body(self, node, function: FunctionType, given: Dict[str, Any], of_call: bool = False) -> Any:
         """What a function of the module returns. given: arguments by name; of_call: whether a call of the module may give the others."""
-        me, *arguments = self._arguments(node)
-        positional = [*node.args.posonlyargs, *node.args.args]
-        defaults = dict(zip([each.arg for each in positional[len(positional) - len(node.args.defaults) :]], node.args.defaults))
-        defaults.update({each.arg: value for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults) if value is not None})
-        env: Dict[str, Any] = {me.arg: Part(self.module, ())}
-        for name in (each.arg for each in arguments):
-            default = defaults.get(name, ast.Constant(None))
+        (me, _), *arguments = arguments_of(node, self.text.name).items()
+        env: Dict[str, Any] = {me: Part(self.module, ())}
+        for name, default in arguments:
+            default = ast.Constant(None) if default is None else default
             if name not in given and not isinstance(default, ast.Constant):
                 raise self._refused(default, f"computes the default of {name}")
             env[name] = given[name] if name in given else Fact(default.value, (ARGUMENT, name) if of_call else ())

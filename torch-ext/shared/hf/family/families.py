@@ -4,25 +4,18 @@
 (`decoder_layers`) in its package; nothing else knows a family by name.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from torch import nn
 
 from ...decoder.router import SOFTMAX, Scores
-from ..parts.lookups import own_rotary, rotary_replaced
-from .accounted import Names, accounted
-from .forwards import rotary_of, rotary_pos_emb, unless_replaced
+from ..parts.explanation import Reason
+from .accounted import Names
+from .forwards import rotary_pos_emb
 from .head import Head
 
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
-LOSS_WITH_VISION = "loss_with_vision of "  # and the class of a vision-language model
-
-
-def argument_of(operation: str) -> str:
-    """The argument of `apply` that decides about an operation."""
-    return LOSS if operation.startswith(LOSS_WITH_VISION) else operation
 
 
 class LayerNorms(NamedTuple):
@@ -208,12 +201,12 @@ class Targets(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
     embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding; rotate: its function.
-    operations: the names of the arguments of `apply` that are for this family, in its order, and those that go with one of
-    them (`argument_of`). hub_names: the name that `kernels` knows a
-    layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
-    decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
-    elsewhere: class -> module, of those that are not in `modeling`. accounted: class -> what its row knows that the forward reads.
-    needs: the operations without which the fused decoder layer is off.
+    operations: the names of the arguments of `apply` that are for this family, in its order. losses: the operations of the classes whose
+    forwards compute a loss; that of a model with a vision tower has the name of its class, and `LOSS` decides about it too. hub_names: the
+    name that `kernels` knows a layer by -> layer. explain_layer: of a decoder layer and an input, [(part, None or why it is not fused)].
+    fused: classes that the fused decoder layer takes apart, beside those that have a layer. optional: operations that a model of the
+    family may have no module for. elsewhere: class -> module, of those that are not in `modeling`. accounted: class -> what its row knows
+    that the forward reads. needs: the operations without which the fused decoder layer is off.
     """
 
     model: str
@@ -223,8 +216,9 @@ class Targets(NamedTuple):
     rotary: Type[nn.Module]
     operations: Tuple[str, ...]
     hub_names: Mapping[str, Type[nn.Module]]
-    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
+    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, Optional[Reason]]]]
     rotate: Callable = rotary_pos_emb
+    losses: Tuple[str, ...] = (LOSS,)
     fused: Tuple[str, ...] = ()
     optional: Tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = {}
@@ -235,70 +229,12 @@ class Targets(NamedTuple):
         """transformers' module that defines a class or function of the family."""
         return self.elsewhere.get(name, self.modeling)
 
-    def losses(self) -> Tuple[str, ...]:
-        """The operations of the classes whose forwards compute a loss."""
-        return tuple(name for name in self.classes if argument_of(name) == LOSS)
+    def argument_of(self, operation: str) -> str:
+        """The argument of `apply` that decides about an operation."""
+        return LOSS if operation in self.losses else operation
 
 
 Families = Sequence[Targets]  # of a package
-
-
-class Layers(NamedTuple):
-    """The layers of a package for one family, None for those that it has not."""
-
-    rms_norm: Type[nn.Module]
-    rotary: Type[nn.Module]
-    decoder_layer: Type[nn.Module]
-    model: Type[nn.Module]
-    causal_lm: Type[nn.Module]
-    mlp: Optional[Type[nn.Module]] = None
-    experts: Optional[Type[nn.Module]] = None
-    towers: Tuple[Type[nn.Module], ...] = ()  # of each of the family's
-
-
-def targets_of(own, layers: Layers) -> Targets:
-    """Makes the `Targets` of a row. own: the row's `FusedLayer`."""
-    family: Family = own.family
-    prefix, sparse = family.prefix, family.sparse
-    classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
-    if family.mlp and layers.mlp is not None:
-        classes["swiglu"] = (family.mlp_class(), layers.mlp)
-    classes[LOSS] = (family.causal_lm(), layers.causal_lm)
-    behind_towers = {LOSS_WITH_VISION + tower.name: (tower.name, layer) for tower, layer in zip(family.towers, layers.towers)}
-    classes.update(behind_towers)
-    classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
-    classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
-    if sparse is not None and layers.experts is not None:
-        classes["experts"] = (sparse.classes[2], layers.experts)
-    first: List[str] = [name for name in ("rms_norm", "swiglu") if name in classes]
-    if "swiglu" not in classes and "experts" in classes:
-        first.append("experts")
-    rest = ["rope", LOSS, *behind_towers, "decoder_layer", "attention", "experts"]
-    operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
-    of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
-    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
-    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm}
-    if family.has_common_rotary():
-        common["rotary_pos_emb"] = layers.rotary
-    return Targets(
-        model=family.model,
-        modeling=family.modeling,
-        attention=f"{prefix}Attention",
-        classes=classes,
-        rotary=layers.rotary,
-        rotate=unless_replaced(
-            rotary_of(family), lambda: rotary_replaced(family.modeling), lambda: own_rotary(sys.modules[family.modeling])
-        ),
-        operations=operations,
-        hub_names={**common, **of_classes},
-        explain_layer=own.explain,
-        fused=tuple(name for name in family.classes() if name != f"{prefix}RMSNorm" and not (family.mlp and name == family.mlp_class())),
-        # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
-        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
-        elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
-        accounted=accounted(family),
-        needs=tuple(name for name in ("rms_norm", "swiglu", "rope") if name in operations and not (name == "rope" and family.mixers)),
-    )
 
 
 def hub_names_of(families: Families) -> Mapping[str, Type[nn.Module]]:

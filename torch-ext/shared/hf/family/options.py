@@ -1,7 +1,7 @@
 """The options of `apply`, and what each says; a package has those of its families, in an order of its own."""
 
 import inspect
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
 
 from .families import LOSS
 
@@ -50,10 +50,22 @@ TEXTS = {
             True, or the GiB that may be pinned: by default three quarters of what is free, shared among the ranks of a host; what is
             beyond goes to pageable memory, with a warning. The same bits. Not under `capture`, which says so, nor `torch.compile`.""",
 }
-# No operations.
-TOLD: Dict[str, Any] = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16",
-                        "offload": False}
 OTHER_NAMES = {"moe": "experts"}
+
+
+class Settings(NamedTuple):
+    """The options of `apply`, and of `kernelize`, that are no operations."""
+
+    unpad: bool = True
+    keep_attention: bool = False
+    recompute_mlp: Union[bool, int] = False
+    log_probs: Union[bool, Mapping[str, Any]] = True
+    products: str = "bf16"
+    offload: Union[bool, float] = False
+
+
+DEFAULTS = Settings()
+
 
 APPLY = """Puts the layers on transformers' classes of {names}: models that exist and models made later use them.
 
@@ -73,7 +85,7 @@ APPLY = """Puts the layers on transformers' classes of {names}: models that exis
 def signature_of(names: Sequence[str]) -> inspect.Signature:
     """The signature of an `apply` with these options, each by position or by name."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Signature([inspect.Parameter(name, kind, default=TOLD.get(name, True)) for name in names])
+    return inspect.Signature([inspect.Parameter(name, kind, default=Settings._field_defaults.get(name, True)) for name in names])
 
 
 def given(signature: inspect.Signature, args: tuple, kwargs: Dict[str, Any]) -> Dict[str, Any]:

@@ -86,6 +86,11 @@ def class_of(targets: Targets, name: str):
     return None if modeling is None else own_class(modeling, name)
 
 
+def class_for(targets: Targets, operation: str):
+    """`class_of` for the class that an operation has a layer for; None, too, for a family without that operation."""
+    return class_of(targets, targets.classes[operation][0]) if operation in targets.classes else None
+
+
 def claim(function, families: Families):
     """Notes on a forward of a package which families that package serves, and returns it. Builds of one package note the same."""
     setattr(function, SERVED, frozenset(targets.model for targets in families))
@@ -110,7 +115,7 @@ def other_package(function, families: Families) -> str:
 
 def holder(targets: Targets, families: Families) -> str:
     """The name under which another package was loaded that serves a family's classes; "" where none does."""
-    classes = (class_of(targets, name) for name, _ in targets.classes.values())
+    classes = (class_for(targets, operation) for operation in targets.classes)
     found = (other_package(current(cls, "forward"), families) for cls in classes if cls is not None and "forward" in vars(cls))
     return next(filter(None, found), "")
 
@@ -212,7 +217,7 @@ def _function(forward):
 
 def is_ours(forward):
     """True for a bound forward of ours, also of another loaded copy of this package."""
-    return forward is not None and getattr(_function(forward), LAYER, None) is _function(forward)
+    return is_marked(_function(forward))
 
 
 def calls_ours(forward):

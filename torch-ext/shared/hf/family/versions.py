@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from ...ops.common import numbers_in
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprints_in
 from ..parts.hub import TRANSFORMERS_EXPECTED
 from .accounted import Names, reads, unaccounted
-from .families import argument_of
 from .known_texts import TESTED, TEXTS
 
-Unknown = Mapping[str, Mapping[str, Tuple["Unfit", ...]]]  # by family, what `unfit_texts` found
+Unknown = Mapping[str, Mapping[str, Tuple["Unfit", ...]]]  # by family, what `by_argument` returns
 OLDEST = 5, 17
 ACTIVATIONS = {"transformers.activations": tuple(TEXTS["transformers.activations"])}
 # What an operation relies on in every family, beside the family's own classes: names by transformers' module.
@@ -33,7 +32,6 @@ SHARED: Mapping[str, Mapping[str, Tuple[str, ...]]] = {
     "attention": {module: tuple(TEXTS[module]) for module in ("transformers.integrations.sdpa_attention", "transformers.masking_utils")},
 }
 ADVICE = f"install a newer release of this package, or transformers=={TESTED[-1]}"
-_noted: set = set()  # releases that `note` said were not tested
 
 
 class Text(NamedTuple):
@@ -109,7 +107,7 @@ def texts_of(targets, operation: str) -> List[Text]:
     recorded = [name for name in TEXTS.get(targets.modeling, ()) if not name.endswith(".forward")]
     wanted = ("", *classes) if operation == "rope" else classes
     found += [Text(targets.modeling, name) for name in recorded if name.rpartition(".")[0] in wanted]
-    found += [Text(module, name) for module, shared in SHARED.get(argument_of(operation), {}).items() for name in shared]
+    found += [Text(module, name) for module, shared in SHARED.get(targets.argument_of(operation), {}).items() for name in shared]
     if operation == "decoder_layer":
         parts = [part for part in ("rms_norm", "swiglu", "rope", "experts") if part in targets.operations]
         found += [text for part in parts for text in texts_of(targets, part)]
@@ -171,6 +169,15 @@ def unfit_texts(targets) -> Dict[str, Tuple[Unfit, ...]]:
     return {operation: unfit for operation, unfit in found.items() if unfit}
 
 
+def by_argument(targets, unfit: Mapping[str, Tuple[Unfit, ...]]) -> Dict[str, Tuple[Unfit, ...]]:
+    """What `unfit_texts` found, by the arguments of `apply` that decide about the operations."""
+    found: Dict[str, Tuple[Unfit, ...]] = {}
+    for operation, texts in unfit.items():
+        argument = targets.argument_of(operation)
+        found[argument] = (*found.get(argument, ()), *texts)
+    return found
+
+
 def why_left(unfit: Sequence[Unfit]) -> Reason:
     """Says why an operation stays transformers' own. unfit: of its texts."""
     unknown = ", ".join(text.name for text in unfit if not text.reads)
@@ -188,9 +195,8 @@ def what_is_left(unknown: Unknown) -> str:
             names = ", ".join(text.name for text in texts if not text.reads)
             reasons = [f"{names} of {model} unknown"] if names else []
             reasons += [f"the row of {model} does not account for {', '.join(text.reads)} of {text.name}" for text in texts if text.reads]
-            operations = list(dict.fromkeys(map(argument_of, of_model)))
-            stay = "stays" if len(operations) == 1 else "stay"
-            said.append(f"{', '.join(reasons)}, so {', '.join(operations)} {stay} transformers' own")
+            stay = "stays" if len(of_model) == 1 else "stay"
+            said.append(f"{', '.join(reasons)}, so {', '.join(of_model)} {stay} transformers' own")
     return "; ".join(said)
 
 
@@ -199,7 +205,6 @@ def note(unknown: Unknown, stacklevel: int) -> None:
     version, left = release(), what_is_left(unknown)
     if left:
         warnings.warn(f"transformers {version}: {left}. To change that, {ADVICE}", RuntimeWarning, stacklevel=stacklevel + 1)
-    elif version not in TESTED and version not in _noted:
-        _noted.add(version)
+    elif version not in TESTED:
         what = f"transformers {version} is not among the tested releases, {TESTED[0]} to {TESTED[-1]}"
-        warnings.warn(f"{what}, but says the same wherever the layers rely on it", RuntimeWarning, stacklevel=stacklevel + 1)
+        warn_once(f"{what}, but says the same wherever the layers rely on it", stacklevel + 2)

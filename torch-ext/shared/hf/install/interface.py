@@ -18,14 +18,12 @@ from .warmup import Case
 class Interface:
     """Holds the calls of one package. Its `__init__` gives them their public names, so that each has its text here once.
 
-    package: the name of the package as it was imported. served: the families that it serves. layers: its module of layers, under whose
-    names the Hub finds them. named: those of them that stand under names of the Hub which several families share, or none has.
+    package: the name of the package as it was imported. served: the families that it serves. named: layers that stand under names of the
+    Hub which several families share, or none has.
     """
 
-    def __init__(self, package: str, served: Sequence[Served], layers: Any = None, named: Mapping[str, Type[nn.Module]] = {}):
+    def __init__(self, package: str, served: Sequence[Served], named: Mapping[str, Type[nn.Module]] = {}):
         self._package, self.served, self._named = package, served, named
-        of_hub = (layer for layer in vars(layers).values() if isinstance(layer, type) and "forward" in vars(layer)) if layers else ()
-        self._layers = {layer.forward: layer for layer in of_hub}  # type: ignore[attr-defined]
         # A family may be served with others, too: the last row of it counts.
         self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
         self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
@@ -49,8 +47,8 @@ class Interface:
 
     def put_on_classes(self, given: Dict[str, Any]) -> None:
         """What `apply` does. given: each of its options."""
-        told = [given.pop(name) for name in options.TOLD]
-        patching.patch_classes(self.families, given, *told)
+        told = options.Settings(**{name: given.pop(name) for name in options.Settings._fields})
+        patching.patch_classes(self.families, given, told)
 
     def kernelize(
         self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
@@ -77,8 +75,8 @@ class Interface:
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        told = attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload
-        return one_model.kernelize(self.families, model, mode, *told, self._shapes)
+        told = options.Settings(unpad, keep_attention, recompute_mlp, log_probs, products, offload)
+        return one_model.kernelize(self.families, model, told, mode, attention, self._shapes)
 
     def eight_bits(self, model):
         """Turns the frozen weights of the decoder layers' linear layers to eight bits, in place, and returns the model: half their
@@ -166,7 +164,8 @@ class Interface:
         """The functions of transformers that changed since the tested releases."""
         if not versions.is_installed():
             return ()
-        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self.families})
+        unknown = {targets.model: versions.by_argument(targets, versions.unfit_texts(targets)) for targets in self.families}
+        left = versions.what_is_left(unknown)
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
@@ -207,7 +206,7 @@ class Interface:
 
         Raises ImportError when transformers or `kernels` is absent or its version does not fit.
         """
-        return patching.mapping(self.families, mode, self._named, self._layers)
+        return patching.mapping(self.families, mode, self._named)
 
     def get_patched_ops(self):
         """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""

@@ -9,12 +9,12 @@ from torch import nn
 from ..attention.attention_choice import WITHOUT, register_attention, watch_attention
 from ..capture import capture as graphs
 from ..family import ownership
-from ..family.families import LOSS, Families, Targets, argument_of, names_of
+from ..family.families import LOSS, Families, Targets, names_of
+from ..family.options import DEFAULTS, Settings
 from ..family.versions import modeling_of, note, unfit_texts, why_left
-from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
-from ..layer.offload import OFFLOADS, check_offload
+from ..layer.offload import OFFLOADS
 from ..layer.offload import switch as switch_offload
-from ..layer.products import PRODUCTS, check_products, warn_of_no_layers
+from ..layer.products import warn_of_no_layers
 from ..model import trl
 from ..model.causal_lm import SHAPE
 from ..model.decoder_model import choosing_forward
@@ -69,7 +69,7 @@ def _choose(family: patching.FoundFamily, model, attention) -> Optional[_Chosen]
     """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
     embedding cannot be put on one model."""
     targets, unknown = family
-    classes = {operation: ownership.class_of(targets, name) for operation, (name, _) in targets.classes.items()}
+    classes = {operation: ownership.class_for(targets, operation) for operation in targets.classes}
     classes["rope"] = ownership.class_of(targets, targets.attention)
     if not (attention and _has_any(model, classes["attention"])):
         del classes["attention"]
@@ -91,14 +91,13 @@ def _choose(family: patching.FoundFamily, model, attention) -> Optional[_Chosen]
 
 
 def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
-    return [module for loss in chosen.targets.losses() for module in chosen.modules.get(loss, ())]
+    return [module for loss in chosen.targets.losses for module in chosen.modules.get(loss, ())]
 
 
 def _without_losses_of_others(family: patching.FoundFamily, model) -> patching.FoundFamily:
     """The family, whose unknown texts are not those of the losses of models of another class."""
     targets, unknown = family
-    losses = [loss for loss in targets.losses() if loss in unknown]
-    others = [loss for loss in losses if not _has_any(model, ownership.class_of(targets, targets.classes[loss][0]))]
+    others = [loss for loss in targets.losses if not _has_any(model, ownership.class_for(targets, loss))]
     return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
@@ -108,10 +107,6 @@ def _without_layers_that_were_read(family: patching.FoundFamily, read: Sequence[
     if all(type(found.layers[0]).__name__ != targets.classes["decoder_layer"][0] for found in read):
         return family
     return family._replace(unknown={operation: texts for operation, texts in unknown.items() if operation != "decoder_layer"})
-
-
-def _class_of_layers(targets: Targets):
-    return ownership.class_of(targets, targets.classes["decoder_layer"][0])
 
 
 def _has_any(model, cls) -> bool:
@@ -154,21 +149,16 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     return chosen._replace(modules=modules), others
 
 
-def kernelize(
-    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True,
-    products="bf16", offload=False, shapes=None
-):  # fmt: skip
+def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, attention=True, shapes=None):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
     a row by what their layers compute, too, and the loss of any model."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    trl.options_of(log_probs)  # raises before anything is changed
-    check_products(products)
-    offloads, recomputes = check_offload(offload), check_recompute(recompute_mlp)
+    noted = patching.noted_on_layers(told)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     if shapes is not None:  # a tower may have a family's norms, behind a decoder without a row
-        prepared = [family for family in prepared if _has_any(model, _class_of_layers(family.targets))]
+        prepared = [family for family in prepared if _has_any(model, ownership.class_for(family.targets, "decoder_layer"))]
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []
@@ -183,9 +173,8 @@ def kernelize(
     note(patching.unknown_of([_without_losses_of_others(family, model) for family in known]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
-    told = {KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: recomputes, PRODUCTS: products, OFFLOADS: offloads}
-    switch_offload(offloads)
-    kept = [layer for found in read for layer in shapes.put_on_layers(found, told)]
+    switch_offload(noted[OFFLOADS])
+    kept = [layer for found in read for layer in shapes.put_on_layers(found, noted)]
     ownership.warn_of_others(kept, stacklevel=3)
     _tell_read_decoders(families, model, attention)
     for each, _ in pairs:
@@ -194,23 +183,23 @@ def kernelize(
             for module in modules:
                 ownership.bind(module, forward)
         for module in _that_compute_losses(each):
-            vars(module)[KEEPS] = not unpad
+            vars(module)[KEEPS] = not told.unpad
         for module in each.modules.get("decoder_layer", ()):
-            vars(module).update(told)
+            vars(module).update(noted)
         _tell_decoders(each, model, attention)
     of_families = [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())]
-    warn_of_no_layers(model, products, [*of_families, *(layer for found in read for layer in found.layers)])
+    warn_of_no_layers(model, told.products, [*of_families, *(layer for found in read for layer in found.layers)])
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
-    trl.switch(log_probs)
+    trl.switch(told.log_probs)
     return model
 
 
 def _tell_decoders(chosen: _Chosen, model, attention):
     """Notes on the decoders of a model whether they may choose our attention."""
-    decoder = ownership.class_of(chosen.targets, chosen.targets.classes["attention"][0])
+    decoder = ownership.class_for(chosen.targets, "attention")
     for module in model.modules():
         if decoder is not None and isinstance(module, decoder):
             watch_attention(module)
@@ -222,7 +211,7 @@ def _tell_decoders(chosen: _Chosen, model, attention):
 def _tell_read_decoders(families: Families, model, attention):
     """Gives decoders without a row our norms, and lets them choose our attention where all of their layers were read and their masks are
     handed on."""
-    known = tuple(cls for targets in families if (cls := ownership.class_of(targets, targets.classes["attention"][0])) is not None)
+    known = tuple(cls for targets in families if (cls := ownership.class_for(targets, "attention")) is not None)
     for decoder in decoders_in(model):
         if isinstance(decoder, known):
             continue
@@ -252,7 +241,7 @@ def _decoder_layers(families: Families, model):
 
 
 def _causal_lms(families: Families, model):
-    losses = dict.fromkeys(loss for targets in families for loss in targets.losses())
+    losses = dict.fromkeys(loss for targets in families for loss in targets.losses)
     return list(dict.fromkeys(module for loss in losses for _, module in _modules_of(families, model, loss)))
 
 
@@ -284,8 +273,7 @@ def _layers_that_were_read(model) -> List[nn.Module]:
 
 def _classes_with_losses(families: Families) -> tuple:
     """The classes whose losses the rows of families are for."""
-    found = (ownership.class_of(targets, targets.classes[loss][0]) for targets in families for loss in targets.losses())
-    return tuple(cls for cls in found if cls is not None)
+    return tuple(patching.present(*(ownership.class_for(targets, loss) for targets in families for loss in targets.losses)))
 
 
 def explain(families: Families, model, shapes=None):
@@ -303,11 +291,11 @@ def explain(families: Families, model, shapes=None):
         count = sum(each is targets for each, _ in found)
         are_read = all(read[layer] for each, layer in found if each is targets)
         for operation, texts in unfit_texts(targets).items() if count else ():
-            if operation in targets.losses() and not _modules_of([targets], model, operation):
+            if operation in targets.losses and not _modules_of([targets], model, operation):
                 continue
             if are_read and operation == "decoder_layer":
                 continue
-            operation = argument_of(operation)
+            operation = targets.argument_of(operation)
             before = left[operation][1] if operation in left else 0
             left[operation] = why_left(texts), before + count
     layers = [(layer, getattr(read[layer], "explain", targets.explain_layer)) for targets, layer in found]

@@ -10,7 +10,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Callable, Dict, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Dict, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -28,8 +28,9 @@ from ..attention.attention_choice import (
 from ..capture import capture as graphs
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
-from ..family.families import LOSS, Families, Targets, argument_of, hub_names_of
-from ..family.versions import Unfit, modeling_of, note, unfit_texts
+from ..family.families import LOSS, Families, Targets, hub_names_of
+from ..family.options import DEFAULTS, Settings
+from ..family.versions import Unfit, by_argument, modeling_of, note, unfit_texts
 from ..layer import offload as offload_of
 from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
 from ..layer.products import PRODUCTS, check_products
@@ -61,7 +62,7 @@ def prepare(targets: Targets) -> FoundFamily:
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     for operation, (name, layer) in targets.classes.items():
-        cls = ownership.class_of(targets, name)
+        cls = ownership.class_for(targets, operation)
         original = None if cls is None or operation in found.unknown else ownership.original(cls, "forward")
         if original is None or not is_transformers_own(original, targets.module_of(name), f"{name}.forward"):
             continue  # another library's or the user's, which is kept
@@ -74,18 +75,15 @@ def prepare(targets: Targets) -> FoundFamily:
 
 
 def unknown_of(families: Sequence[FoundFamily], wanted=None) -> Dict[str, Dict[str, Tuple[Unfit, ...]]]:
-    """Lists, by family, the operations of unknown text for `versions.note`. wanted: those that were asked for, None for all."""
-    return {
-        family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}
-        for family in families
-    }
+    """Lists, by family, what has unknown texts for `versions.note`. wanted: the arguments of `apply` that were asked for, None for all."""
+    found = {targets.model: by_argument(targets, unknown) for targets, unknown in families}
+    return {model: {name: texts for name, texts in left.items() if wanted is None or wanted.get(name)} for model, left in found.items()}
 
 
 def _target(targets: Targets, operation):
     """(class or module, attribute, replacement) of an operation; None for a class or function that is gone."""
     if operation != "rope":
-        name, layer = targets.classes[operation]
-        return ownership.class_of(targets, name), "forward", layer.forward
+        return ownership.class_for(targets, operation), "forward", targets.classes[operation][1].forward
     modeling = sys.modules[targets.modeling]
     function = own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
@@ -120,37 +118,41 @@ def register(families: Sequence[FoundFamily]):
     """Makes attn_implementation="bastile" a choice, with what is known of the masks of these families, and experts_implementation."""
     for targets, unknown in families:
         if "attention" not in unknown:
-            whole = ownership.class_of(targets, targets.classes["attention"][0])
+            whole = ownership.class_for(targets, "attention")
             register_attention(*([whole] if whole is not None else []))
             note_new_models(__name__)
     if not any("experts" in family.unknown for family in families):
         register_experts()
 
 
-def patch_classes(
-    families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16", offload=False
-):
+def noted_on_layers(told: Settings) -> Dict[str, Any]:
+    """What `Settings` has decoder layers, or their class, hold. Raises what is raised for a wrong option, before anything is changed."""
+    check_products(told.products)
+    trl.options_of(told.log_probs)
+    recomputes, offloads = check_recompute(told.recompute_mlp), offload_of.check_offload(told.offload)
+    noted = {KEEPS_ATTENTION: bool(told.keep_attention), RECOMPUTES_MLP: recomputes}
+    return {**noted, PRODUCTS: told.products, offload_of.OFFLOADS: offloads}
+
+
+def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     Args:
         wanted: an entry for each operation of the families, True or False; that of `fused_linear_cross_entropy` may be a mapping of options
             of the loss, which stands for True.
-        unpad, keep_attention, recompute_mlp, products, offload: as of `apply`.
-        log_probs: whether TRL's trainers get ours too, or a mapping of its options (trl.py).
+        told: the other options of `apply`.
 
     Raises:
         TypeError: for an option that does not exist.
         ValueError: for unknown products, or ones that no layer would make.
         ImportError: when transformers is absent or its version does not fit.
     """
-    check_products(products)
-    offloads, recomputes = offload_of.check_offload(offload), check_recompute(recompute_mlp)
+    noted = noted_on_layers(told)
     needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
     off = [name for name in needed if not wanted.get(name, True)]
-    if products != "bf16" and off:
-        fail("products", repr(products), f"'bf16' without {', '.join(off)}: the fused decoder layer makes them")
+    if told.products != "bf16" and off:
+        fail("products", repr(told.products), f"'bf16' without {', '.join(off)}: the fused decoder layer makes them")
     options = _loss_options(wanted[LOSS])
-    trl.options_of(log_probs)  # raises before anything is changed
     found = [prepare(targets) for targets in families]
     note(unknown_of(found, wanted), stacklevel=4)
     register(found)
@@ -161,23 +163,21 @@ def patch_classes(
             kept = "and its options stay. To change them, call reset() of that package first"
             warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=4)
             continue
-        for loss in targets.losses():
-            _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
-        layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+        for loss in targets.losses:
+            _tell_causal_lm(ownership.class_for(targets, loss), options, told.unpad)
+        layer = ownership.class_for(targets, "decoder_layer")
         if layer is not None:
-            setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
-            setattr(layer, RECOMPUTES_MLP, recomputes)
-            setattr(layer, PRODUCTS, products)
-            setattr(layer, offload_of.OFFLOADS, offloads)
-            offload_of.switch(offloads)
+            for name, value in noted.items():
+                setattr(layer, name, value)
+            offload_of.switch(noted[offload_of.OFFLOADS])
         _forget_what_one_model_was_told(targets, modules)
         _watch_decoders(targets, modules)
-        said = {name: wanted[argument_of(name)] for name in targets.operations}
+        said = {name: wanted[targets.argument_of(name)] for name in targets.operations}
         asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
         asked["decoder_layer"] = asked.get("decoder_layer", False) and all(asked[name] for name in targets.needs)
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
-    trl.switch(log_probs, options)
+    trl.switch(told.log_probs, options)
 
 
 def _without_other_packages(families: Families, modules):
@@ -199,8 +199,7 @@ def _tell_causal_lm(causal_lm, options, unpad):
 
 def _forget_what_one_model_was_told(targets: Targets, modules):
     """Removes what `kernelize` noted on single models: `apply` decides for them too."""
-    told = [targets.classes[name][0] for name in (*targets.losses(), "decoder_layer", "attention") if name in targets.classes]
-    classes = tuple(present(*(ownership.class_of(targets, name) for name in told)))
+    classes = tuple(present(*(ownership.class_for(targets, name) for name in (*targets.losses, "decoder_layer", "attention"))))
     for module in modules:
         if isinstance(module, classes):
             for name in TOLD:
@@ -209,7 +208,7 @@ def _forget_what_one_model_was_told(targets: Targets, modules):
 
 def _watch_decoders(targets: Targets, modules):
     """Makes the existing decoders notice when an implementation of attention is asked for by name."""
-    decoder = ownership.class_of(targets, targets.classes["attention"][0])
+    decoder = ownership.class_for(targets, "attention")
     for module in modules:
         if decoder is not None and isinstance(module, decoder) and "config" in vars(module):
             watch_attention(module)
@@ -347,13 +346,13 @@ def get_patched_ops(families: Families):
         for operation in targets.operations:
             owner, attribute, ours = _target(targets, operation) if imported else (None, "", None)
             on = owner is not None and ownership.current(owner, attribute) is for_class(ours)
-            found[argument_of(operation)] = found.get(argument_of(operation), True) and on
+            argument = targets.argument_of(operation)
+            found[argument] = found.get(argument, True) and on
     return [operation for operation, on in found.items() if on]
 
 
-def mapping(families: Families, mode=None, named: Mapping[str, type] = {}, layers: Mapping[Callable, type] = {}):
-    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`; layers: those that the
-    Hub finds, by their forwards."""
+def mapping(families: Families, mode=None, named: Mapping[str, type] = {}):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package. named: as of `Interface`."""
     found, kernels = [prepare(targets) for targets in families], kernels_library()
     note(unknown_of(found), stacklevel=3)
     register(found)
@@ -378,5 +377,4 @@ def mapping(families: Families, mode=None, named: Mapping[str, type] = {}, layer
             RuntimeWarning,
             stacklevel=3,
         )
-    found_layers = {**{name: layers.get(layer.forward, layer) for name, layer in hub_names_of(families).items()}, **named}
-    return mapping_of({name: layer for name, layer in found_layers.items() if name not in left}, mode)
+    return mapping_of({name: layer for name, layer in {**hub_names_of(families), **named}.items() if name not in left}, mode)

@@ -1,13 +1,18 @@
 """Families that are served together, and which layer replaces which of their parts."""
 
+import sys
+from functools import partial
 from typing import Callable, NamedTuple, Optional, Tuple
 
 from torch import nn
 
-from ..family.families import Layers, Targets, targets_of
+from ..family.accounted import accounted
+from ..family.families import LOSS, Targets
+from ..family.forwards import rotary_of, unless_replaced
 from ..family.known_texts import TEXTS
-from ..family.options import TOLD
+from ..family.options import Settings
 from ..layer.decoder_layer import FusedLayer
+from ..parts.lookups import own_rotary, rotary_replaced
 from . import layers, warmup
 from .warmup import Case
 
@@ -15,18 +20,42 @@ from .warmup import Case
 def targets(own: FusedLayer) -> Targets:
     """Makes the layers of a row, and says what they stand in for."""
     family, sparse = own.family, own.family.sparse
-    return targets_of(
-        own,
-        Layers(
-            layers.rms_norm_of(family),
-            layers.rotary_layer_of(family),
-            layers.decoder_layer_of(own),
-            layers.model(family),
-            layers.causal_lm_of(family),
-            layers.mlp_of(family) if family.mlp else None,
-            layers.experts_of(family) if sparse is not None else None,
-            tuple(layers.with_vision_of(family, tower) for tower in family.towers),
-        ),
+    prefix, norm, rotary = family.prefix, layers.rms_norm_of(family), layers.rotary_layer_of(family)
+    towers = {tower.name: (tower.name, layers.with_vision_of(family, tower)) for tower in family.towers}
+    classes = {"rms_norm": (f"{prefix}RMSNorm", norm)}
+    if family.mlp:
+        classes["swiglu"] = (family.mlp_class(), layers.mlp_of(family))
+    classes[LOSS] = (family.causal_lm(), layers.causal_lm_of(family))
+    classes.update(towers)
+    classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer_of(own))
+    classes["attention"] = (family.decoder or f"{prefix}Model", layers.model(family))
+    if sparse is not None:
+        classes["experts"] = (sparse.classes[2], layers.experts_of(family))
+    first = ["rms_norm", "swiglu" if family.mlp else "experts"]
+    rest = ["rope", LOSS, *towers, "decoder_layer", "attention", "experts"]
+    operations = tuple(dict.fromkeys(name for name in (*first, *rest) if name in classes or name == "rope"))
+    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
+    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": norm}
+    if family.has_common_rotary():
+        common["rotary_pos_emb"] = rotary
+    replaced, original = partial(rotary_replaced, family.modeling), lambda: own_rotary(sys.modules[family.modeling])
+    return Targets(
+        model=family.model,
+        modeling=family.modeling,
+        attention=f"{prefix}Attention",
+        classes=classes,
+        rotary=rotary,
+        rotate=unless_replaced(rotary_of(family), replaced, original),
+        operations=operations,
+        losses=(LOSS, *towers),
+        hub_names={**common, **{name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}},
+        explain_layer=own.explain,
+        fused=tuple(name for name in family.classes() if name != f"{prefix}RMSNorm" and not (family.mlp and name == family.mlp_class())),
+        # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
+        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *towers),
+        elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
+        accounted=accounted(family),
+        needs=tuple(name for name in ("rms_norm", "swiglu", "rope") if name in operations and not (name == "rope" and family.mixers)),
     )
 
 
@@ -53,7 +82,7 @@ class Served(NamedTuple):
 
     def arguments(self) -> Tuple[str, ...]:
         """The options of `apply`, those that every package has among them."""
-        return tuple(dict.fromkeys((*self.options, *TOLD)))
+        return tuple(dict.fromkeys((*self.options, *Settings._fields)))
 
     def serves(self, model: nn.Module) -> bool:
         """Tells whether a model has decoder layers of one of the rows."""

@@ -9,7 +9,6 @@ the layer's input, so it is kept with that input, on its storage, for as long as
 import functools
 import itertools
 import sys
-import warnings
 import weakref
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -22,6 +21,7 @@ from ...ops.second_run import in_backward_pass
 from ...runtime.host_memory import Away
 from ..family.arguments import CACHE, SINCE_5_24
 from ..parts.binding import begin_graphs_after
+from ..parts.explanation import warn_once
 from ..parts.modules import SAVED, captured_in_first_run, captured_outputs
 from ..parts.wrapped import WRAPPING
 
@@ -30,7 +30,6 @@ RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
 KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: `_KeptOfStorage`
 MOVED = SAVED + "moved"  # on the storage of a copy of a layer's input: (what `place_of` says of the copy, of the input)
 CAPTURED_OUTPUTS = SAVED + "captured_outputs"  # on the angles of a forward pass: names of the outputs captured in it
-_warned: set = set()
 _numbers = itertools.count()
 
 
@@ -231,7 +230,7 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
     if again and found is None:
         why = "with copies of its tensors (offload=True, save_on_cpu, device_map), within another checkpoint, or twice"
         cure = "Let checkpoints hold tensors where they are, or leave keep_attention out"
-        _warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
+        warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
     with AttentionRecording(found) as recording:
         attended = attend()
     if recording.results:
@@ -245,27 +244,21 @@ def _warn_of(layer) -> None:
     name = getattr(getattr(layer.self_attn, "config", None), "_attn_implementation", None)
     if name == "sdpa":
         why = "ran as several operations, as with torch 2.6 on a CPU for grouped heads, and its output cannot be kept"
-        _warn_once(f"keep_attention: attn_implementation='sdpa' {why}: it is computed again. Use 'bastile', or another torch")
+        warn_once(f"keep_attention: attn_implementation='sdpa' {why}: it is computed again. Use 'bastile', or another torch")
     else:
         what = f"keep_attention has no effect with attn_implementation={name!r}: attention is recomputed"
-        _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
+        warn_once(f"{what}. Use 'bastile' or 'sdpa'")
 
 
 def warn_of_called_attention(layer) -> None:
     """Says once that `keep_attention` does nothing for a layer whose attention is called as the module that it is."""
     if keeps_attention(layer):
         what = f"keep_attention: the attention of this {type(layer).__name__} is not fused, it is computed again"
-        _warn_once(f"{what}. explain(model) says why")
+        warn_once(f"{what}. explain(model) says why")
 
 
 def warn_of_kept_mlp(layer) -> None:
     """Says once that `recompute_mlp` does nothing for a layer whose MLP is not in the fused node."""
     if recomputes_mlp(layer) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         what = f"recompute_mlp: the MLP of this {type(layer).__name__} is not fused, so what it needs for the backward pass is kept"
-        _warn_once(f"{what}. explain(model) says why")
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn_once(f"{what}. explain(model) says why")

@@ -25,6 +25,7 @@ from ..parts.facts import (
     Module,
     NotServed,
     Path,
+    arguments_of,
     computed,
     fact_of,
     forward_text,
@@ -96,33 +97,24 @@ class _Reader:
         self.returned: List[Any] = []
         self.text = forward_text(module)
         self.function, self.name, self.node, names = self.text
-        self.takes_return_dict = "can_return_tuple" in names or any(each.arg == "return_dict" for each in self._arguments())
-
-    def _arguments(self) -> List[ast.arg]:
-        args = self.node.args
-        if args.vararg is not None:
-            raise NotServed(f"{self.name} takes *{args.vararg.arg}")
-        return [*args.posonlyargs, *args.args, *args.kwonlyargs]
+        self.arguments = arguments_of(self.node, self.name)
+        self.takes_return_dict = "can_return_tuple" in names or "return_dict" in self.arguments
 
     def run(self, given: Optional[Environment]) -> List[Any]:
         """The values that it may return. given: arguments by name, None for any of them. What is not given has its default; but the causal
         LM itself gets labels, returns an output, and may get any other argument."""
-        first, *arguments = self._arguments()
-        args = self.node.args
+        first, *names = self.arguments
         env: Environment = {CALLS: (0,)}
-        positional = [*args.posonlyargs, *args.args]
-        defaults = dict(zip([each.arg for each in positional[len(positional) - len(args.defaults) :]], args.defaults))
-        defaults.update({each.arg: node for each, node in zip(args.kwonlyargs, args.kw_defaults) if node is not None})
-        for name in (each.arg for each in arguments):
-            default = defaults.get(name) if self.path and given is not None else None
+        for name in names:
+            default = self.arguments[name] if self.path and given is not None else None
             env[name] = (given or {}).get(name, Fact(default.value) if isinstance(default, ast.Constant) else OTHER)
-        if args.kwarg is not None:
-            env[args.kwarg.arg] = OTHER
+        if self.node.args.kwarg is not None:
+            env[self.node.args.kwarg.arg] = OTHER
         if not self.path:
             if "labels" not in env:
                 raise NotServed(f"{self.name} takes no labels")
             env.update({"labels": GIVEN}, **({"return_dict": Fact(True)} if "return_dict" in env else {}))
-        env[first.arg] = Module(self.module, self.path)
+        env[first] = Module(self.module, self.path)
         if self._block(self.node.body, env):
             self._end(Fact(None), env, self.node)
         return self.returned
@@ -374,7 +366,7 @@ class _Reader:
         if kwargs.get("labels") is GIVEN and hasattr(type(function.module), "loss_function"):
             raise ComputedInside(f"{self.name} gives its labels to {'.'.join(function.path)}, which computes the loss")
         inner = _Reader(function.module, function.path, self.head)
-        names = [each.arg for each in inner._arguments()][1:]
+        _, *names = inner.arguments
         starred = None in kwargs or any(isinstance(part, ast.Starred) for part in node.args)
         value, *others = inner.run(None if starred else {**dict(zip(names, args)), **kwargs})
         for other in others:

@@ -305,7 +305,7 @@ class LabelReader(NamedTuple):
 
 
 @contextlib.contextmanager
-def only_labels_are_read(causal_lm, target: torch.Tensor, ignore_index: int = -100):
+def only_labels_are_read(causal_lm, target: torch.Tensor, ignore_index: int):
     """A context in which this thread calls the decoder of a causal LM, and reads of its results only those that predict a label. The
     others may be anything then; where padding is left out, they are zeros.
 

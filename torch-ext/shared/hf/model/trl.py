@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import textwrap
-import warnings
 from importlib.abc import MetaPathFinder
 from types import MethodType, ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -21,7 +20,7 @@ from ...ops.linear_divergence import linear_divergence
 from ...ops.linear_log_probs import linear_log_probs
 from ...ops.log_probs import OUTPUTS
 from ...runtime.device import PLAIN, is_transformed
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprint_of
 from .causal_lm import shift
 from .padding import only_labels_are_read
@@ -32,9 +31,9 @@ PART = "log-probabilities in TRL's trainers"
 # Fingerprints of the texts of TRL's `add_fused_lm_head` whose forward reads of the decoder's results only those that predict a label.
 READ_LABELS_ALONE = ("5b3f07c10f81e98d",)  # TRL 1.16
 OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
+IGNORED = -100  # the label of a token that TRL's trainers leave out
 _options: Dict[str, Any] = {}  # those of the last call
 _of_loss: List[str] = []  # the options of a model's loss that the last `apply` was told
-_warned: set = set()
 
 
 def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> Optional[Reason]:
@@ -103,7 +102,7 @@ def _fused_head(original) -> Callable:
             labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
             if args or not kwargs.get("fused_lm_head") or (labels is None and shifted is None) or torch.compiler.is_compiling():
                 return theirs(self, *args, **kwargs)
-            with only_labels_are_read(self, shift(labels, shifted, -100)):
+            with only_labels_are_read(self, shift(labels, shifted, IGNORED), IGNORED):
                 return theirs(self, **kwargs)
 
         model.forward = MethodType(forward, model)
@@ -121,32 +120,22 @@ def _text_of(function) -> str:
 
 
 class FunctionOfTRL(NamedTuple):
-    """A function of TRL's: the module that defines it, its name, the arguments of its forward or its own, and what makes ours of it."""
+    """A function of TRL's: the module that defines it, its name, and what makes ours of it. arguments: its own, or by default those of its
+    forward, which are the context and what ours takes."""
 
     module: str
     name: str
-    arguments: Tuple[str, ...]
     ours: Callable
+    arguments: Tuple[str, ...] = ()
+
+    def takes(self) -> Tuple[str, ...]:
+        return self.arguments or ("ctx", *inspect.signature(self.ours(None)).parameters)
 
 
 PLACES = (
-    FunctionOfTRL(
-        "trl.kernels.chunked_logprob",
-        "ChunkedLogProbFunction",
-        ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"),
-        _log_probs,
-    ),
-    FunctionOfTRL(
-        "trl.kernels.chunked_divergence",
-        "ChunkedDivergenceFunction",
-        (
-            *("ctx", "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta"),
-            *("temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale"),
-            "teacher_final_logit_softcapping",
-        ),
-        _divergence,
-    ),
-    FunctionOfTRL(USER, "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs"), _fused_head),
+    FunctionOfTRL("trl.kernels.chunked_logprob", "ChunkedLogProbFunction", _log_probs),
+    FunctionOfTRL("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", _divergence),
+    FunctionOfTRL(USER, "add_fused_lm_head", _fused_head, ("model", "temperature", "cast_lm_head_to_fp32", "outputs")),
 )
 
 
@@ -203,18 +192,12 @@ def _say_what_is_lost() -> None:
     """Warns that a trainer of TRL computes a loss of its own."""
     what = "do not reach TRL's trainers, which compute their losses from log-probabilities"
     advice = "give the trainer's own options, such as label_smoothing_factor"
-    _warn_once(f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...) {what}: {advice}")
+    warn_once(f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...) {what}: {advice}", stacklevel=4)
 
 
 def _warn(text: str) -> None:
     version = getattr(sys.modules.get("trl"), "__version__", "?")
-    _warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16")
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", stacklevel=4)
 
 
 def _put(module: ModuleType) -> None:
@@ -227,9 +210,9 @@ def _put(module: ModuleType) -> None:
     found: Any = getattr(module, place.name, None)
     original = getattr(found, ORIGINAL, found)
     arguments = () if original is None else tuple(inspect.signature(getattr(original, "forward", original)).parameters)
-    if arguments != place.arguments:
+    if arguments != place.takes():
         what = f"has no {place.name}" if original is None else f"has {place.name} with the arguments {', '.join(arguments)}"
-        _warn(f"{place.module} {what}, where {', '.join(place.arguments)} are expected")
+        _warn(f"{place.module} {what}, where {', '.join(place.takes())} are expected")
         return
     stand_in = found if hasattr(found, ORIGINAL) else StandIn(original)
     stand_in.give(__name__, place.ours(original))

@@ -12,20 +12,8 @@ from .causal_lm import causal_lm_forward
 # nor the encoder's outputs, and only a model with experts has the former.
 KNOWN_SINCE = (5, 18)
 ARGUMENTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "labels",
-    "pixel_values",
-    "pixel_values_videos",
-    "image_grid_thw",
-    "video_grid_thw",
-    "mm_token_type_ids",
-    "output_router_logits",
-    "logits_to_keep",
-    "mm_encoder_outputs",
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "pixel_values", "pixel_values_videos"),
+    *("image_grid_thw", "video_grid_thw", "mm_token_type_ids", "output_router_logits", "logits_to_keep", "mm_encoder_outputs"),
 )
 
 

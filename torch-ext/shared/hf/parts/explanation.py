@@ -1,5 +1,6 @@
 """The table that `explain` makes: which parts of a model run fused and, for the others, why not and what to do."""
 
+import warnings
 from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -70,6 +71,16 @@ class Reason(NamedTuple):
     def of(self, name: str) -> "Reason":
         """Returns the reason with the name of the part that it is about."""
         return Reason(self.code, f"{name}: {self.text}")
+
+
+_warned: set = set()
+
+
+def warn_once(text: str, stacklevel: int = 3) -> None:
+    """Warns of what this process has not been warned of. stacklevel: as of `warnings.warn`, counted from here."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
 
 def no_kernels(device: torch.device) -> Optional[Reason]:

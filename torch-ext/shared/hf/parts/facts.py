@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import operator
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -85,6 +85,17 @@ def forward_text(module: nn.Module) -> ForwardText:
     if unknown or sum(each in WRAPPING for each in names) != around:
         raise NotServed(f"{name} has {unknown or 'other decorators than in its file'} around it")
     return ForwardText(function, name, text.node, names)
+
+
+def arguments_of(node, name: str) -> Dict[str, Any]:
+    """The arguments of a function by name, each with the node of its default or None. node: of the function; name: for messages. Raises
+    `NotServed` where it takes any number of them by position."""
+    args = node.args
+    if args.vararg is not None:
+        raise NotServed(f"{name} takes *{args.vararg.arg}")
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [*[None] * (len(positional) - len(args.defaults)), *args.defaults, *args.kw_defaults]
+    return {each.arg: default for each, default in zip([*positional, *args.kwonlyargs], defaults)}
 
 
 def refused(text: ForwardText, node, why: str) -> NotServed:
