@@ -164,7 +164,7 @@ def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, backend,
 
 def test_evaluation_in_steps(ops, backend, monkeypatch):
     """What is kept of the logits stays bounded, so many tokens take several launches."""
-    loss = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
+    loss = sys.modules[f"{ops.__name__}.shared.ops.loss_without_logits"]
     monkeypatch.setattr(loss, "PARTIALS_BYTES", 0)
     monkeypatch.setattr(loss, "TOKENS_A_READING", 64)
     linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)

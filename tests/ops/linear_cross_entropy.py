@@ -265,7 +265,7 @@ def check_unreduced_loss(ops):
 
 
 def check_evaluation_in_steps(ops):
-    with limit(ops, "linear_cross_entropy", "PARTIALS_BYTES", 0), limit(ops, "linear_cross_entropy", "TOKENS_A_READING", 64):
+    with limit(ops, "loss_without_logits", "PARTIALS_BYTES", 0), limit(ops, "loss_without_logits", "TOKENS_A_READING", 64):
         check_evaluation(ops, CPU, BF16, 100, 64, 40)
 
 
@@ -497,12 +497,12 @@ MUTANTS = [
          (".clamp(min=1)", ".clamp(min=1) * 2"),
          ("(rows.predicted >= 0).sum()", "(rows.predicted >= -1).sum()"),
          ("reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
-    *errors_in("shared/ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
+    *errors_in("shared/ops/loss_without_logits.py", "evaluation_steps", "LossWithoutLogits.loss",
          ("self.hidden[rows]", "self.hidden[: rows.stop - start]"),
          ("self.target[rows]", "self.target[: rows.stop - start]"),
          ("self.likelihood[rows]", "self.likelihood[: rows.stop - start]"),
          ("return self.weighted(0.0)", "return self.likelihood", "evaluation_z_loss")),
-    *errors_in("shared/ops/linear_cross_entropy.py", "evaluation_not_taken", "_WithoutLogits.fits",
+    *errors_in("shared/ops/loss_without_logits.py", "evaluation_not_taken", "LossWithoutLogits.fits",
          ("options.softcap or ", ""),
          ("options.label_smoothing or ", ""),
          ("self.bias is not None or ", "")),

@@ -60,14 +60,14 @@ def test_documents_of_position_ids_are_found_without_transformers(request, famil
 
 
 def test_a_launch_serves_many_numbers_of_documents(loaded):
-    masks = module_of(loaded, "masks")
+    bounds = module_of(loaded, "document_bounds")
     for lengths, expected in (((3, 4), 2), ((1,) * 7, 8), ((2,) * 8, 8), ((1,) * 9, 16)):
-        found = masks.documents_in(packed(lengths)["position_ids"])
+        found = bounds.documents_in(packed(lengths)["position_ids"])
         starts = torch.tensor((0, *lengths)).cumsum(0)
         assert found.shape == (2, expected) and found.dtype == torch.int32
         assert torch.equal(found[:, : len(lengths)], torch.stack((starts[:-1], starts[1:])).int())
         assert (found[:, len(lengths) :] == sum(lengths)).all()
-    assert masks.documents_in(torch.arange(5, 9).expand(3, -1)) is None
+    assert bounds.documents_in(torch.arange(5, 9).expand(3, -1)) is None
 
 
 def test_rows_without_position_ids_go_to_sdpa_in_a_graph(qwen3):

@@ -3,7 +3,7 @@
 The tokens are taken in chunks (linear_head.py), and of each the cross entropy's kernels turn the logits into their own gradient in place
 (cross_entropy.py). So the forward pass already has both gradients, and the backward pass only multiplies them by the incoming gradient.
 
-Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
+Without gradients no logits are stored at all (loss_without_logits.py).
 """
 
 from functools import partial
@@ -12,11 +12,9 @@ from typing import List, Optional, Tuple, Union
 import torch
 
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
 from .autocast import as_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
 from .cross_entropy import (
-    Chunk,
     CrossEntropyOptions,
     KernelChunk,
     LinearCrossEntropyOutput,
@@ -31,54 +29,8 @@ from .cross_entropy import (
     reduction_scale,
 )
 from .linear_head import LARGE_CHUNK, HeadGradients, scaled, walk
+from .loss_without_logits import LossWithoutLogits
 from .traced_sizes import holds_for_all_sizes
-
-TOKENS_A_READING = 1024  # that share one reading of the weight in `linear_cross_entropy_statistics`: TILE_M * GROUP, on every GPU
-PARTIALS_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
-
-_linear_kernel = Kernel(
-    "linear_cross_entropy_statistics",
-    grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
-)
-_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, hidden, *_: (hidden.shape[0],))
-
-
-class _WithoutLogits(Chunk):
-    """All tokens at once, by the kernel that stores no logits: `rows()`, where `fits()` says that it can.
-
-    It takes bf16 and fp16, features in multiples of 64, and what follows from lse and the label's logit: no bias, softcap or
-    label smoothing, and no predictions.
-    """
-
-    def __init__(self, hidden, weight, bias, target, class_weight, options):
-        super().__init__(weight.t(), target, class_weight, options)
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-
-    def fits(self) -> bool:
-        options, tokens = self.options, self.hidden.shape[0]
-        if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not tokens:
-            return False
-        parts = -(-self.classes // _linear_kernel.constant("TILE_N"))
-        self.step = min(tokens, max(PARTIALS_BYTES // (8 * parts) // TOKENS_A_READING, 1) * TOKENS_A_READING)
-        self.partials = tuple(self.hidden.new_empty((self.step, parts), dtype=torch.float32) for _ in range(2))
-        # Whether the kernel takes them does not depend on how many tokens they are.
-        return _linear_kernel.takes(self.hidden[:2], self.weight, *(partial[:2] for partial in self.partials))
-
-    def loss(self):
-        tokens = self.hidden.shape[0]
-        self.likelihood = torch.empty(tokens, dtype=torch.float32, device=self.hidden.device)
-        self.lse = self.likelihood.new_empty((tokens, 2))
-        for start in range(0, tokens, self.step):
-            rows = slice(start, min(start + self.step, tokens))
-            operands = self.hidden[rows], self.weight
-            partials = tuple(partial[: rows.stop - start] for partial in self.partials)
-            _linear_kernel(*operands, *partials)
-            results = self.lse[rows], self.likelihood[rows]
-            _linear_combine_kernel(*operands, self.target[rows], *partials, *results, self.options.ignore_index)
-        if self.plain:
-            return self.likelihood
-        self.look_up()
-        return self.weighted(0.0)
 
 
 def _run(
@@ -92,7 +44,7 @@ def _run(
     needs = needs if scale is not None else (False, False, False)
     has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight, bias, target, class_weight, scale)
     if has_kernels and not any(needs):
-        whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
+        whole = LossWithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
             return whole.rows(), HeadGradients()
     empty = partial(torch.empty, tokens, device=hidden.device)

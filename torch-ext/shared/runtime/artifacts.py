@@ -202,11 +202,8 @@ def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> BuiltVa
         return {name: tuple(value) if isinstance(value, list) else value for name, value in parameter.items()}
 
     return BuiltVariant(
-        name=entry["name"],
-        operation=entry["operation"],
-        symbol=entry["symbol"],
+        **{name: entry[name] for name in ("name", "operation", "symbol", "constants")},
         parameters=tuple(Parameter(**values(parameters[place])) for place in entry["parameters"]),
-        constants=entry["constants"],
         images=entry["images"].get(host(), {}),
         waits=entry.get("waits", False),
     )

@@ -25,7 +25,8 @@ from .defaults import (
     spread_by,
     why_not_own_defaults,
 )
-from .masks import WINDOWS, Visible, documents_in, kinds_of_layers
+from .document_bounds import documents_in
+from .masks import WINDOWS, Visible, kinds_of_layers
 from .row_documents import spans_in_bounds
 
 PADDING = -1  # the position that says so of a token

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from ..family.arguments import CACHE
 from ..parts.weights import is_plain
-from .masks import bounds_of, document_bounds, given_bounds, spans_of
+from .document_bounds import bounds_of, document_bounds, given_bounds, spans_of
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on the bounds that it found, in a tensor of its own
 

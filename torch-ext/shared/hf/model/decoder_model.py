@@ -10,17 +10,9 @@ from ...ops.embedding import traced_embedding
 from ...runtime.device import is_ordinary
 from ..attention.attention_choice import choose_attention, leave_attention
 from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of, exchanges
+from ..attention.document_bounds import documents_in
 from ..attention.exchange import warn_of_graphs
-from ..attention.masks import (
-    TRACEABLE,
-    WINDOWS,
-    documents_in,
-    kinds_of_layers,
-    makes_masks_by_layer,
-    masks_of_layers,
-    no_mask,
-    visible_rows,
-)
+from ..attention.masks import TRACEABLE, WINDOWS, kinds_of_layers, makes_masks_by_layer, masks_of_layers, no_mask, visible_rows
 from ..attention.row_documents import spans_in_bounds
 from ..family.arguments import CACHE, forward_like
 from ..family.ownership import describe
