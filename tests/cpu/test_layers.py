@@ -322,4 +322,4 @@ def test_layers_have_no_state(qwen3):
     for name in ("RMSNorm", "RotaryPosEmb", "MLP", "SwiGLUMLP", "CausalLM", "ForCausalLMLoss"):
         layer = getattr(qwen3.layers, name)
         assert own_attributes(layer) == {"forward", "can_torch_compile"} and layer.can_torch_compile
-        assert layer.__module__.partition(".")[0] == qwen3.__name__ and layer.__module__ in sys.modules
+        assert layer.__module__ == f"{qwen3.__name__}.layers" in sys.modules

@@ -18,7 +18,7 @@ __all__ = [
     "report", "reset", "rms_norm", "rotary", "sixteen_bits", "swiglu", "warmup_all_kernels",
 ]
 
-_calls = Interface(__package__, [SERVED], {"RMSNorm": layers.RMSNorm})
+_calls = Interface(__package__, [SERVED], layers, {"RMSNorm": layers.RMSNorm})
 apply, kernelize, capture, reset = _calls.apply, _calls.kernelize, _calls.capture, _calls.reset
 eight_bits, four_bits, sixteen_bits, host_embeddings = _calls.eight_bits, _calls.four_bits, _calls.sixteen_bits, _calls.host_embeddings
 explain, report, mapping, get_patched_ops = _calls.explain, _calls.report, _calls.mapping, _calls.get_patched_ops

@@ -27,7 +27,7 @@ NAMED = {
     "causal_conv1d_fn": layers.CausalConv1dFn,
     "causal_conv1d_update": layers.CausalConv1dUpdate,
 }
-_calls = Interface(__package__, [SERVED], NAMED)
+_calls = Interface(__package__, [SERVED], layers, NAMED)
 apply, kernelize, capture, reset = _calls.apply, _calls.kernelize, _calls.capture, _calls.reset
 eight_bits, four_bits, sixteen_bits, host_embeddings = _calls.eight_bits, _calls.four_bits, _calls.sixteen_bits, _calls.host_embeddings
 explain, report, mapping, get_patched_ops = _calls.explain, _calls.report, _calls.mapping, _calls.get_patched_ops

@@ -8,6 +8,7 @@ from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
 from ..family import options, ownership, versions
 from ..layer import eight_bit_weights, four_bit_weights
 from ..parts import host_embedding
+from ..parts.modules import Layer
 from ..say import doctor
 from . import one_model, patching, warmup
 from .served import Served
@@ -18,12 +19,15 @@ from .warmup import Case
 class Interface:
     """Holds the calls of one package. Its `__init__` gives them their public names, so that each has its text here once.
 
-    package: the name of the package as it was imported. served: the families that it serves. named: layers that stand under names of the
-    Hub which several families share, or none has.
+    package: the name of the package as it was imported. served: the families that it serves. layers: its module of layers, under whose
+    names the Hub finds them. named: those of them that stand under names of the Hub which several families share, or none has.
     """
 
-    def __init__(self, package: str, served: Sequence[Served], named: Mapping[str, Type[nn.Module]] = {}):
+    def __init__(self, package: str, served: Sequence[Served], layers: Any = None, named: Mapping[str, Type[nn.Module]] = {}):
         self._package, self.served, self._named = package, served, named
+        for name, layer in vars(layers).items() if layers else ():
+            if isinstance(layer, type) and issubclass(layer, Layer) and layer is not Layer:
+                layer.__module__, layer.__name__, layer.__qualname__ = layers.__name__, name, name
         # A family may be served with others, too: the last row of it counts.
         self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
         self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())
