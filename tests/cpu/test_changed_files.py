@@ -117,3 +117,20 @@ def test_what_stands_for_the_experts_of_other_groups(bastile, mine, fill, served
     bastile.kernelize(model.train())
     assert any("experts" in part and part.startswith("norm") for part in fused(bastile, model)) == served
     assert_same(all_of(model), expected, FACTOR)
+
+
+@pytest.mark.parametrize("top_k", (4, 5))
+def test_more_experts_for_a_token_than_its_groups_have(bastile, mine, top_k):
+    """DeepSeek-V2 scores the others by zero, as which it masks them."""
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 12, "v_head_dim": 12}
+    sizes = {**DEEPSEEK, **heads, "num_key_value_heads": 4, "topk_method": "group_limited_greedy", "first_k_dense_replace": 0}
+    model = mine(source=source_of_mine("DeepseekV2", "deepseek_v2"), name=f"top_{top_k}", **{**sizes, "num_experts_per_tok": top_k})
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in model.named_parameters():
+        if name.endswith("gate.weight"):
+            tensor.data.uniform_(-0.4, 0.4, generator=generator)
+    expected = all_of(model)
+    bastile.kernelize(model.train())
+    assert any("experts" in part and part.startswith("norm") for part in fused(bastile, model)) == (top_k == 4)
+    assert (top_k == 4) != any("the groups that are chosen have 4 experts" in row.reason for row in bastile.explain(model).rows)
+    assert_same(all_of(model), expected, FACTOR)

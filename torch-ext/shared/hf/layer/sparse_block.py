@@ -55,7 +55,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     if torch.compiler.is_compiling() and any(isinstance(each, CodedExperts) for each in weights):
         return Reason("called", "torch.compile, for experts in four bits")
     weight, bias = held(router, "weight"), held(router, "bias")
-    correction, scores = _correction(sparse, block, router), _scores(sparse.scored, router)
+    correction, scores = _correction(sparse, block, router), _scores(sparse.scored, router, weight.shape[0])
     if isinstance(scores, Reason):
         return scores
     wide = [*([weight] if scores.wide else []), *([] if correction is None else [correction])]  # may be
@@ -86,13 +86,17 @@ def _correction(sparse: Sparse, block, router) -> Any:
     return found if found is None or found.dim() == 1 else found.detach().reshape(-1)
 
 
-def _scores(scored: Scored, router) -> Union[Scores, Reason]:
-    """How a router scores now."""
+def _scores(scored: Scored, router, experts: int) -> Union[Scores, Reason]:
+    """How a router scores now, of so many experts."""
     names = {"factor": scored.factor, "least": scored.least, **dict(zip(("groups", "chosen"), scored.groups))}
     held = {field: router.__dict__[name] for field, name in names.items() if name}
     if not all(type(value) in (int, float) for value in held.values()):
         return Reason("model", f"{', '.join(filter(None, names.values()))} of the router are not all numbers")
-    return scored.kind._replace(**held) if held else scored.kind
+    kind = scored.kind._replace(**held) if held else scored.kind
+    among = kind.chosen * experts // kind.groups
+    if router.top_k > among:  # the others' scores are what the router masks them with
+        return Reason("model", f"top_k is {router.top_k}, and the groups that are chosen have {among} experts")
+    return kind
 
 
 def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
