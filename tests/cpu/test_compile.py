@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import shutil
 
 import pytest
@@ -104,6 +105,22 @@ def test_a_compiled_loss_of_few_tokens_never_copies_the_gradient_of_the_weight(l
     hidden, weight = (randn(rows, 64, dtype=torch.float32, device="cpu").requires_grad_() for rows in (tokens, 40))
     made = checks.made_of_shape((40, 64), loaded_ops.linear_cross_entropy, hidden, weight, torch.arange(tokens) % 40)
     assert made == ([[], ["mm"]] if late else [["getitem"], ["mul"]])
+
+
+@pytest.mark.parametrize("needs", itertools.product((True, False), repeat=3), ids=str)
+@pytest.mark.parametrize("tokens", (0, 8, 65))
+def test_a_compiled_loss_of_some_gradients(loaded_ops, tokens, needs):
+    """A head alone may be trained, or only what is below it."""
+    torch._dynamo.reset()
+    shapes = (tokens, 64), (40, 64), (40,)
+    leaves = [randn(*shape, dtype=torch.float32, device="cpu").requires_grad_(need) for shape, need in zip(shapes, needs)]
+    found = []
+    for loss in (loaded_ops.linear_cross_entropy, torch.compile(loaded_ops.linear_cross_entropy, backend=BACKEND, fullgraph=True)):
+        hidden, weight, bias = leaves
+        value = loss(hidden, weight, torch.arange(tokens) % 40, bias)
+        found.append([value, *(torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad]) if any(needs) else ())])
+    for one, other in zip(*found):
+        assert_close(other, one, torch.float32)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")

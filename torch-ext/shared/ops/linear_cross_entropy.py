@@ -186,7 +186,7 @@ class _TracedReduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, scale, options, needs):
-        late = needs[1] and _keeps_gradient_of_logits(hidden, weight)
+        late = needs[1] and (needs[0] or needs[2]) and _keeps_gradient_of_logits(hidden, weight)  # one of the weight alone is not kept
         found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(needs), *_operator_options(options), late)
         ctx.save_for_backward(*found[3:], *((hidden,) if late else ()))
         ctx.needs, ctx.late = needs, late
