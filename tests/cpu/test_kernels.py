@@ -221,10 +221,6 @@ def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
     experts.check_nan_in_experts(ops, DEVICE, gpt_oss)
 
 
-def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
-    experts.check_second_backward_of_experts(ops, DEVICE)
-
-
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("case", grouped_gemm.GROUPED_CASES, ids=str)
 def test_grouped_gemms(ops, backend, gpu, dtype, case):
