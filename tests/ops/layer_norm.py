@@ -99,8 +99,6 @@ MUTANTS = (
     *generated("kernel_src/layer_norm.py", "odd", "layer_norm_long_forward"),
     *generated("shared/ops/layer_norm.py", "whole or bias alone", "LayerNormFunction.backward"),
     *generated("shared/ops/layer_norm.py", "whole", "LayerNormFunction.forward"),
-    ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "deviation * deviation", "xf * xf", "exact"),
-    ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "ct.astype(b, ct.float32)", "0.0", "exact"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "ct.scatter(mean, row, mu", "ct.scatter(mean, row, r", "exact"),
     ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "ct.minimum(i + ct.num_blocks(0), last)", "i", "exact many"),

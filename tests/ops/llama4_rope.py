@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.suite import Case, of_suite
 
 
@@ -55,13 +56,11 @@ CASES = (
 )
 KERNEL, OPERATION = "kernel_src/llama4_rope.py", "shared/ops/llama4_rope.py"
 MUTANTS = (
-    (KERNEL, "turn_heads", "pack(a * cos + b * sin", "pack(a * cos - b * sin", "bf16"),
-    (KERNEL, "turn_heads", "b * cos + a * sin", "b * cos - a * sin", "bf16"),
+    *generated(KERNEL, "bf16 or fp32", "join_float32 turn_heads"),
+    *generated("shared/ops/pair_rotary.py", "PyTorch", "rotate_pairs", kernels=False),
     (KERNEL, "split_float32", "word >> 32", "word >> 31", "bf16"),
-    (KERNEL, "join_float32", "b << 32", "b << 31", "fp32"),
     (KERNEL, "llama4_rope", "token % table.shape[0]", "0", "bf16"),
     (KERNEL, "llama4_rope", "group < ct.cdiv(k.shape[1], K_HEADS)", "group < 1", "many key heads"),
-    ("shared/ops/pair_rotary.py", "rotate_pairs", "freqs.conj_physical() if backward else freqs", "freqs", "PyTorch", False),
     (OPERATION, "_RotaryComplex.forward", "ctx.save_for_backward(table)", "ctx.save_for_backward(-table)", "bf16"),
     (OPERATION, "_RotaryComplex.backward", "*ctx.saved_tensors, True", "*ctx.saved_tensors, False", "bf16"),
 )

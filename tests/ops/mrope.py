@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.suite import Case, of_suite
 
 
@@ -101,9 +102,9 @@ PARTIAL_CASES = (
 )
 KERNEL, OPERATION = "kernel_src/mrope.py", "shared/ops/mrope.py"
 MUTANTS = (
-    (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
-    (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
-    (KERNEL, "part_of", "third == 1", "third == 0", "interleaved"),
+    *generated(KERNEL, "multimodal or interleaved", "mrope part_of"),
+    *generated("shared/ops/part_rotary.py", "PyTorch", "part_rotary_reference", kernels=False),
+    *generated(OPERATION, "multimodal", "_MRoPE.backward _MRoPE.forward"),
     (KERNEL, "pick", "(part, rows, cols)", "(part % 2, rows, cols)", "odd"),
     (KERNEL, "mrope_pick", "cols - half", "cols", "odd"),
     (KERNEL, "mrope_pick", "cos.shape[1] - 1", "cos.shape[1]", "odd"),
@@ -118,21 +119,15 @@ MUTANTS = (
     (KERNEL, "read_head", "ct.maximum(head - q.shape[1], 0)", "ct.maximum(head - q.shape[1], 1)", "multimodal"),
     (KERNEL, "write_head", "head >= q.shape[1]", "head > q.shape[1]", "multimodal"),
     (KERNEL, "mrope", "token % cos.shape[0]", "0", "multimodal"),
-    (KERNEL, "mrope", "place - token * heads", "place", "multimodal"),
-    (KERNEL, "mrope", "q.shape[0] * heads - 1", "q.shape[0] * heads", "multimodal"),
     (KERNEL, "mrope", "read(sin, (row, second))", "read(sin, (row, first))", "multimodal"),
     (KERNEL, "mrope_any", "cos.shape[1] - half", "0", "odd"),
     (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
     (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
-    ("shared/ops/part_rotary.py", "part_rotary_reference", "rotary_backward_reference if backward",
-     "rotary_reference if backward", "PyTorch", False),
     (OPERATION, "pick_reference", "_chosen(sin,", "_chosen(cos,", "PyTorch", False),
     (OPERATION, "_pick", "int(interleaved)", "0", "interleaved"),
     (OPERATION, "_pick", "half | time | height", "half", "odd"),
     (OPERATION, "_pick", "not interleaved and ", "", "interleaved eights"),
-    (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
-    (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
 )
 CHECKS = of_suite({
     "multimodal": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16),
