@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 from tests.ops.generated import generated
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def dyt_exact(x, alpha, gamma, beta):
@@ -105,8 +105,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("dyt")})
-MUTANTS += (("shared/ops/dyt.py", "_backward", ", others=(dy,)", "", "turned"),)
 OPERATIONS = {
     "dyt": Case(
         lambda ops, x, a, w, b: ops.dyt(x, a, w, b),

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.generated import generated
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
@@ -116,12 +116,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("neighborhood_attention")})
-MUTANTS += (
-    ("shared/ops/neighborhood_attention.py", "_backward", "_fits(q, k, v, dilation, dout)", "_fits(q, k, v, dilation)", "turned"),
-)
-
-
 def apart(x):
     """Lays the numbers out with batch rows that begin 800 elements apart."""
     flat = x.flatten(1)

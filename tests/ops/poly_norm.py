@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 from tests.ops.generated import generated
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def poly_norm_exact(x, weight, bias, eps):
@@ -97,8 +97,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("poly_norm")})
-MUTANTS += (("shared/ops/poly_norm.py", "_backward", ", others=(dy,)", "", "turned"),)
 OPERATIONS = {
     "poly_norm": Case(
         lambda ops, x, w, b: ops.poly_norm(x, w, b),

@@ -120,18 +120,3 @@ def run(call, leaves) -> tuple:
     """The result and the gradients."""
     result = call(*leaves)
     return (result, *torch.autograd.grad(result, leaves, torch.ones_like(result)))
-
-
-def check_incoming_gradient(name):
-    """A check that memory may hold an incoming gradient with the other sign: an address does not tell."""
-
-    def check(ops):
-        call, leaves = sample(ops, name, "cpu", FP32)
-        result = call(*leaves)
-        upstream = randn(*result.shape, dtype=FP32, device="cpu", seed=7)
-        wanted = torch.autograd.grad(result, leaves, upstream, retain_graph=True)
-        found = torch.autograd.grad(result, leaves, torch._neg_view(-upstream))
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-    return check
