@@ -4,8 +4,9 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, leaf, randn
 from tests.ops.generated import generated
+from tests.ops.layer_norm import check_norm
 from tests.ops.suite import Case, of_suite
 
 
@@ -24,33 +25,14 @@ def check_group_norm(
 ):  # fmt: skip
     """parameters, mean, view: as of LayerNorm. trend: how far x changes to either side along a sample. along: how
     much of x there is in dy, for means of gradients that are not small."""
-    weight_dtype = weight_dtype or dtype
     base = randn(*shape, dtype=FP32, device=device) + mean
     base = leaf((base + torch.linspace(-trend, trend, base[0].numel(), device=device).view(base.shape[1:])).to(dtype))
-    x = view(base)
-    channels = x.shape[1]
-    weight = leaf(randn(channels, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
-    bias = leaf(randn(channels, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
-    dy = randn(*x.shape, dtype=dtype, device=device, seed=3) + (along * x.detach() if along else 0)
-    leaves = [t for t in (base, weight, bias) if t is not None]
-    leaves64 = {id(t): exact(t) for t in leaves}
-    weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
-    untouched = unchanged(base, weight, bias, dy)
-    y = ops.group_norm(x, groups, weight, bias, eps)
-    y64 = group_norm_exact(view(leaves64[id(base)]), groups, weight64, bias64, eps)
-    what = f"GroupNorm {tuple(shape)} in {groups}"
-    by_group = x.shape[0] * groups
-    assert_rows_close(y.reshape(by_group, -1), y64.reshape(by_group, -1), dtype, f"{what} y", factor)
-    y64.backward(dy.double().cpu())
-    names = [name for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None]
-    for name, tensor, found in zip(names, leaves, backward_twice(y, dy, leaves), strict=True):
-        wanted = leaves64[id(tensor)].grad
-        if name == "x":
-            found, wanted = (view(t).reshape(by_group, -1) for t in (found, wanted))
-        largest = 1.0 if weight is None else float(weight.detach().abs().max())
-        terms = largest * (float(dy.abs().max()) if dy.numel() else 0.0) / eps**0.5 if name == "x" else 0.0  # of a group of one element
-        assert_rows_close(found, wanted, tensor.dtype, f"{what} d{name}", factor, terms=terms)
-    untouched()
+    samples, channels = view(base).shape[:2]
+    check_norm(
+        lambda x, w, b: ops.group_norm(x, groups, w, b, eps), lambda x, w, b: group_norm_exact(x, groups, w, b, eps), base, (channels,),
+        dtype, f"GroupNorm {tuple(shape)} in {groups}", parameters=parameters, weight_dtype=weight_dtype, eps=eps, view=view, factor=factor,
+        along=along, rows=lambda t: t.reshape(samples * groups, -1),
+    )  # fmt: skip
 
 
 # (shape, groups): groups in registers, groups held as they lie in memory or in parts, channels of whole tiles, positions that are no

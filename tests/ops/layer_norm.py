@@ -19,35 +19,44 @@ def layer_norm_exact(x, weight, bias, eps):
     return n if bias is None else n + bias
 
 
+def check_norm(run, formula, base, of_parameters, dtype, what, *, parameters, weight_dtype, eps, view, factor, along=0.0, rows=None):
+    """Compares a norm with weight and bias with its formula: results, and gradients of two backward passes.
+
+    run, formula: of x, weight and bias. of_parameters: the shape of these two; parameters: "both", "weight", "bias" or "none". view: makes
+    x out of base. along: how much of x there is in dy. rows: of x, what is a row for the bounds, by default the last dimension.
+    """
+    x, weight_dtype, device = view(base), weight_dtype or dtype, base.device
+    weight = leaf(randn(*of_parameters, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
+    bias = leaf(randn(*of_parameters, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
+    dy = randn(*x.shape, dtype=dtype, device=device, seed=3) + (along * x.detach() if along else 0)
+    leaves = {name: t for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None}
+    leaves64 = {name: exact(t) for name, t in leaves.items()}
+    untouched = unchanged(*leaves.values(), dy)
+    y = run(x, weight, bias)
+    y64 = formula(view(leaves64["x"]), leaves64.get("weight"), leaves64.get("bias"))
+    assert_rows_close(*(rows(t) if rows else t for t in (y, y64)), dtype, f"{what} y", factor)
+    y64.backward(dy.double().cpu())
+    largest = 1.0 if weight is None else float(weight.detach().abs().max())
+    for (name, tensor), found in zip(leaves.items(), backward_twice(y, dy, list(leaves.values())), strict=True):
+        both = found, leaves64[name].grad
+        if name == "x" and rows:
+            both = [rows(view(t)) for t in both]
+        terms = largest * (float(dy.abs().max()) if dy.numel() else 0.0) / eps**0.5 if name == "x" else 0.0  # of a row of one element
+        assert_rows_close(*both, tensor.dtype, f"{what} d{name}", factor, terms=terms)
+    untouched()
+
+
 def check_layer_norm(
     ops, device, dtype, shape, *, parameters="both", weight_dtype=None, dims=1, eps=1e-5, mean=0.5, trend=0.0, view=lambda x: x, factor=1.0
 ):
-    """parameters: "both", "weight", "bias" or "none". dims: to normalise over. mean: of x; trend: how far it changes to either side along
-    a row. view: makes the argument out of a contiguous
-    tensor."""
-    weight_dtype = weight_dtype or dtype
+    """parameters, view: as of `check_norm`. dims: to normalise over. mean: of x; trend: how far it changes to either side along a row."""
     base = randn(*shape, dtype=FP32, device=device) + mean
     base = leaf((base + torch.linspace(-trend, trend, shape[-1], device=device)).to(dtype))
-    x = view(base)
-    normalised = x.shape[-dims:]
-    weight = leaf(randn(*normalised, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
-    bias = leaf(randn(*normalised, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
-    dy = randn(*x.shape, dtype=dtype, device=device, seed=3)
-    leaves = [t for t in (base, weight, bias) if t is not None]
-    leaves64 = {id(t): exact(t) for t in leaves}
-    weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
-    untouched = unchanged(base, weight, bias, dy)
-    y = ops.layer_norm(x, weight, bias, eps)
-    y64 = layer_norm_exact(view(leaves64[id(base)]), weight64, bias64, eps)
-    what = f"LayerNorm {tuple(shape)} {parameters}"
-    assert_rows_close(y, y64, dtype, f"{what} y", factor)
-    y64.backward(dy.double().cpu())
-    names = [name for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None]
-    for name, tensor, found in zip(names, leaves, backward_twice(y, dy, leaves), strict=True):
-        largest = 1.0 if weight is None else float(weight.detach().abs().max())
-        terms = largest * (float(dy.abs().max()) if dy.numel() else 0.0) / eps**0.5 if name == "x" else 0.0  # of a row of one element
-        assert_rows_close(found, leaves64[id(tensor)].grad, tensor.dtype, f"{what} d{name}", factor, terms=terms)
-    untouched()
+    check_norm(
+        lambda *tensors: ops.layer_norm(*tensors, eps), lambda *tensors: layer_norm_exact(*tensors, eps), base, view(base).shape[-dims:],
+        dtype, f"LayerNorm {tuple(shape)} {parameters}", parameters=parameters, weight_dtype=weight_dtype, eps=eps, view=view,
+        factor=factor,
+    )  # fmt: skip
 
 
 # Rows in registers of each size, those with a kernel of their own, shorter ones that it must not take, longer ones, and rows of whole

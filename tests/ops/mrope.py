@@ -31,7 +31,8 @@ def rotary_exact(x, cos, sin):
     return torch.cat((turned * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1), rest), -1)
 
 
-def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables, tables64, view):
+def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables, view, formula):
+    """Compares q and k, and their gradients, with formula(x), of [batch, heads, tokens, head_dim] in float64. run: of q, k and tables."""
     shape = lambda n: (batch, n, tokens, head_dim) if heads_dim == 1 else (batch, tokens, n, head_dim)  # noqa: E731
     base = [leaf(randn(*shape(n), dtype=dtype, device=device, seed=i)) for i, n in enumerate(heads)]
     results = run(*map(view, base), *tables)
@@ -41,7 +42,7 @@ def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables,
     for i, name in enumerate("qk"):
         x64 = exact(base[i])
         x = view(x64) if heads_dim == 1 else view(x64).transpose(1, 2)
-        y64 = rotary_exact(x, *tables64)
+        y64 = formula(x)
         y64 = y64 if heads_dim == 1 else y64.transpose(1, 2)
         y64.backward(upstream[i].double().cpu())
         assert results[i].dtype == dtype
@@ -62,7 +63,7 @@ def check_multimodal(
     wide = [torch.cat((t, t), -1) if narrow else t for t in tables]
     tables64 = [chosen_exact(t.double().cpu(), sections, interleaved) for t in wide]
     run = lambda q, k, cos, sin: ops.rotary_multimodal(q, k, cos, sin, sections, unsqueeze_dim, interleaved)  # noqa: E731
-    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, view)
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, view, lambda x: rotary_exact(x, *tables64))
 
 
 def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=80, rotary_dim=32, rows=None, unsqueeze_dim=1,
@@ -71,7 +72,8 @@ def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=
     tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
     tables64 = [t.double().cpu() for t in tables]
     run = lambda q, k, cos, sin: ops.partial_rotary(q, k, table(cos), table(sin), None, unsqueeze_dim)  # noqa: E731
-    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, lambda x: x)
+    formula = lambda x: rotary_exact(x, *tables64)  # noqa: E731
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, lambda x: x, formula)
 
 
 MULTIMODAL_CASES = (

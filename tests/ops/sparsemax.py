@@ -6,6 +6,7 @@ import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
 from tests.ops.generated import generated
+from tests.ops.softmax import check_nothing
 from tests.ops.suite import Case, of_suite
 
 SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 5008), (2, 8192), (2, 10000), (2, 16400),
@@ -80,16 +81,6 @@ def check_sparsemax_nan(ops, device, dtype, columns):
     assert y[0].isnan().any() and not y[1].isnan().any()
 
 
-def check_sparsemax_empty(ops, device, dtype):
-    for shape in ((0, 5), (3, 0), (0,)):
-        x = leaf(torch.empty(shape, dtype=dtype, device=device))
-        y = ops.sparsemax(x)
-        assert y.shape == shape
-        y.sum().backward()
-        assert x.grad.shape == shape
-    assert ops.sparsemax(torch.tensor(3.0, dtype=dtype, device=device)) == 1
-
-
 CHECKS = of_suite({
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
@@ -157,7 +148,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"sparsemax, ties {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 300)
         for columns in (9000, 9001, 17008):
             yield f"sparsemax, ties in long rows {dtype} {columns}", partial(check_sparsemax_ties, ops, device, dtype, columns, 2)
-        yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)
+        yield f"sparsemax of nothing {dtype}", partial(check_nothing, ops.sparsemax, device, dtype)
     if torch.float16 in dtypes:
         for columns in (64, 9000, 17008):
             yield f"sparsemax, the smallest number {columns}", partial(check_sparsemax_fp16, ops, device, columns)

@@ -108,6 +108,17 @@ def of_suite(checks: dict) -> dict:
     return {name: lambda package, check=check: check(suite(package)) for name, check in checks.items()}
 
 
+def check_all_cases(ops, name: str, device, dtype) -> None:
+    """Raises AssertionError with what each case of a file here says that fails in a dtype. ops: of `suite`."""
+    failures = []
+    for case, check in module_of(name).all_cases(ops, device, (dtype,)):
+        try:
+            check()
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
 # ---------------------------------------------------------------- samples
 def sample(ops, name: str, device, dtype=BF16) -> tuple:
     """(function, the tensors that it takes and is differentiated in) of an operation with a sample. ops: of `suite`."""
