@@ -1,7 +1,10 @@
 """Operations in plain PyTorch, as they run on a CPU, against float64: what test_properties.py does not draw."""
 
+import importlib
+
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.ops import adamw, experts, linear_cross_entropy, rms_norm, rotary
 from tests.ops.common import FLOATS
@@ -63,3 +66,26 @@ def test_experts_of_no_tokens(qwen3):
 def test_no_expert_is_here(qwen3):
     """All ids belong to other processes: nothing is added, and everything has a gradient of zero."""
     experts.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    (
+        ((8, 0), "2.13.0", False),
+        ((9, 0), "2.8.0", True),
+        ((9, 0), "2.13.0+cu130", True),
+        ((10, 3), "2.8.0", False),
+        ((10, 3), "2.13.0+cu130", True),
+        ((11, 0), "2.13.0", False),
+        ((12, 0), "2.13.0", False),
+    ),
+)
+def test_where_pytorchs_grouped_gemm_is_a_kernel(qwen3, monkeypatch, capability, version, expected):
+    has = importlib.import_module(f"{qwen3.__name__}.shared.ops.grouped_gemm")._has_grouped_mm
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    has.cache_clear()
+    try:
+        assert has(0) == expected
+    finally:
+        has.cache_clear()
