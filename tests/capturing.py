@@ -2,9 +2,12 @@
 results to where the first ones are."""
 
 import copy
+import importlib
 
 import pytest
 import torch
+
+from tests.models import are_equal
 
 SHAPE = 2, 9
 
@@ -48,6 +51,22 @@ class Pool:
 
     def __exit__(self, *error):
         pass
+
+
+def stand_in(package, monkeypatch):
+    """A package's file of captures, with these in the place of graphs."""
+    module = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture")
+    monkeypatch.setattr(module, "GraphPool", Pool)
+    monkeypatch.setattr(module, "can_record", lambda device: True)
+    return module
+
+
+def check_replayed(model, plain, steps):
+    """Each of several steps, functions of a model, has the bits of the model that is not captured; the last one is replayed."""
+    for step in steps:
+        before = Rerun.replays
+        assert are_equal(step(model), step(plain))
+    assert Rerun.replays > before
 
 
 def id_of(family):

@@ -2,9 +2,15 @@
 
 import contextlib
 import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -79,3 +85,18 @@ def check_family(liger, family: str, device: str, tolerance: float = 1e-4):
     torch.testing.assert_close(found, losses, rtol=tolerance, atol=tolerance)
     for (key, weight), (_, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(weight, wanted, rtol=tolerance, atol=tolerance / 10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def compared(folder, device: str) -> dict:
+    """What tests/liger_reference.py finds of each case: ours is right in all, Liger's where both are. In a process of its own, which sees
+    no GPU where the device is the CPU. folder: of our package."""
+    command = [sys.executable, "-m", "tests.liger_reference", str(folder), device]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(results["ours"] is True for results in found.values()), found
+    of_liger = {name for name, results in found.items() if results["liger"] is True}
+    assert of_liger == {name for name in found if name.startswith("both_")}, found
+    return found

@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import op_cases as cases
@@ -176,3 +176,14 @@ def assert_as_exact(found, exact, rough, dtype, what) -> None:
     error, allowed = (found - exact).norm(), 3 * RELATIVE_ERROR[dtype] * exact.norm()
     allowed = torch.maximum(allowed, 4 * (rough - exact).norm()) + 1e-6 * exact.numel() ** 0.5
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}, exact {exact.norm():.2e}"
+
+
+def check_any_call(ops, operation: str, examples: int, device) -> None:
+    """`check_call` of so many calls that are drawn."""
+
+    @budget(examples)
+    @given(st.data())
+    def each(data):
+        check_call(ops, data.draw(calls(operation)), device)
+
+    each()

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import op_cases as cases
-from tests.models import Step, random_tokens, tiny_model
+from tests.models import Step, are_equal, random_tokens, tiny_model
 from tests.ops.common import leaf, randn, runtime_of
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -142,6 +142,9 @@ def derivative_cases(ops, new):
     target = torch.tensor([1, -100, 4, 0])
     head = new(4, 3), new(5, 3, seed=1), new(5, seed=2)
     class_weight = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5], dtype=new(1).dtype)
+    expert, scores = torch.tensor([[0, 2], [2, 1], [3, 0]]), new(3, 2, seed=5)
+    gpt_oss = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 0.7}
+    of_gpt_oss = new(3, 4), scores, new(3, 4, 6, seed=1), new(3, 3, 4, seed=2), new(3, 6, seed=3), new(3, 4, seed=4)
 
     def loss(**options):
         return lambda h, w, b: ops.linear_cross_entropy(h, w, target, b, **options)
@@ -164,6 +167,8 @@ def derivative_cases(ops, new):
             (new(3, 4), new(4, seed=1), new(16, 4, seed=2), new(8, 4, seed=3), new(8, 4, seed=4), new(8, seed=5), new(8, seed=6)),
         ),
         "norm_mlp": (ops.norm_mlp, (new(3, 4), new(4, seed=1), new(6, 4, seed=2), new(6, 4, seed=3), new(4, 6, seed=4))),
+        "experts": (lambda x, s, a, b: ops.experts(x, expert, s, a, b), (new(3, 4), scores, new(3, 6, 4, seed=1), new(3, 4, 3, seed=2))),
+        "experts of GPT-OSS": (lambda x, s, *weights: ops.experts(x, expert, s, *weights, **gpt_oss), of_gpt_oss),
         "loss": (loss(), head),
         "loss, not reduced": (loss(reduction="none", class_weight=class_weight), head),
         "loss, all options": (
@@ -202,8 +207,7 @@ def test_a_model_gives_the_same_bits_on_every_run_with_deterministic_algorithms(
     finally:
         torch.use_deterministic_algorithms(False)
     for other in runs[1:]:
-        assert torch.equal(other.loss, runs[0].loss)
-        assert all(torch.equal(other.gradients[name], gradient) for name, gradient in runs[0].gradients.items())
+        assert are_equal(other, runs[0])
 
 
 def test_a_second_backward_pass_through_a_model_gives_the_same(qwen3):

@@ -3,14 +3,14 @@ makes each expert's weight anew."""
 
 import contextlib
 import copy
-import importlib
+import functools
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 
-from tests.capturing import Pool, Rerun
+from tests.capturing import check_replayed, stand_in
 from tests.compile_checks import operators_of
 from tests.models import Step, random_tokens, sharded, tiny_gpt_oss, tiny_qwen3_5_sparse, tiny_qwen3_moe, whole
 from tests.patched import lora
@@ -296,9 +296,7 @@ def test_torch_compile(qwen3, how):
 
 def test_captured(qwen3, monkeypatch):
     """Graphs have the adapters inside, and are recorded anew when another one is active."""
-    module = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(qwen3, monkeypatch)
     options = {"target_modules": ["q_proj"], "target_parameters": ALL}
     model = lora(tiny_qwen3_moe(), **options)
     model.add_adapter("other", LoraConfig(r=6, init_lora_weights=False, task_type="CAUSAL_LM", **options))
@@ -307,10 +305,5 @@ def test_captured(qwen3, monkeypatch):
     for adapter in ("default", "other"):
         for each in (model, plain):
             each.set_adapter(adapter)
-        for _ in range(4):
-            before = Rerun.replays
-            found, expected = step_of(model, use_cache=False), step_of(plain, use_cache=False)
-            assert found.gradients.keys() == expected.gradients.keys()
-            assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
-        assert Rerun.replays > before
+        check_replayed(model, plain, [functools.partial(step_of, use_cache=False)] * 4)
     assert all(row.fused for row in qwen3.explain(model).rows if "captured" in row.part)

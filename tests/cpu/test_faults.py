@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import op_cases as cases
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
-from tests.models import Step, random_tokens, tiny_model
+from tests.models import Step, are_equal, random_tokens, tiny_model
 from tests.ops.common import leaf, randn
 from tools import compiler, pack
 from tools.assemble import assemble
@@ -116,8 +116,7 @@ def test_out_of_memory_in_a_model_is_caught_and_a_smaller_batch_goes_on(qwen3):
     small = Step(model, input_ids=tokens[:2], labels=tokens[:2])
     for _ in at_every_operation(lambda: Step(model, input_ids=tokens, labels=tokens), step=53):
         found = Step(model, input_ids=tokens[:2], labels=tokens[:2])
-        assert torch.equal(found.loss, small.loss)
-        assert all(torch.equal(found.gradients[name], gradient) for name, gradient in small.gradients.items())
+        assert are_equal(found, small)
 
 
 # ---------------------------------------------------------------- killed while it writes

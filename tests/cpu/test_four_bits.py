@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.profiler import ProfilerActivity, profile
 
-from tests.capturing import Pool, Rerun
-from tests.models import Step, mesh_of_one, random_tokens, sharded, tiny_gpt_oss, tiny_model, tiny_qwen3_moe, whole
+from tests.capturing import check_replayed, stand_in
+from tests.models import Step, are_equal, mesh_of_one, random_tokens, sharded, tiny_gpt_oss, tiny_model, tiny_qwen3_moe, whole
 from tests.patched import lora
 from tests.qwen3_moe_steps import EXPERTS, LABELS, TOKENS, exact_step
 
@@ -56,11 +56,6 @@ def in_sixteen(package, model):
 
 def step_of(model, **inputs):
     return Step(model, **{"input_ids": TOKENS, "labels": LABELS, "use_cache": False, **inputs})
-
-
-def are_equal(found, expected) -> bool:
-    same = found.gradients.keys() == expected.gradients.keys() and torch.equal(found.output.loss, expected.output.loss)
-    return same and all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
 
 
 def fused(package, model) -> int:
@@ -389,16 +384,11 @@ def test_padding_is_left_out(package, kind, monkeypatch):
 
 
 def test_captured(package, kind, monkeypatch):
-    module = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(package, monkeypatch)
     model = package.kernelize(package.four_bits(lora(sparse(kind), **BESIDE)))
     plain = package.kernelize(copy.deepcopy(model))
     package.capture(model, *TOKENS.shape)
-    for _ in range(4):
-        before = Rerun.replays
-        assert are_equal(step_of(model), step_of(plain))
-    assert Rerun.replays > before
+    check_replayed(model, plain, [step_of] * 4)
     assert all(row.fused for row in package.explain(model).rows if "captured" in row.part)
 
 

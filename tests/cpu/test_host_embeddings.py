@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.capturing import Pool, Rerun
-from tests.models import Step, mesh_of_one, random_tokens, tiny_gpt_oss, tiny_model
+from tests.capturing import check_replayed, stand_in
+from tests.models import Step, are_equal, mesh_of_one, random_tokens, tiny_gpt_oss, tiny_model
 from tests.patched import lora
 
 BF16 = torch.bfloat16
@@ -34,11 +34,6 @@ def adapted(name):
 
 def step_of(model, run=None, **inputs):
     return Step(model, *([] if run is None else [run]), **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
-
-
-def are_equal(found, expected) -> bool:
-    same = found.gradients.keys() == expected.gradients.keys() and torch.equal(found.output.loss, expected.output.loss)
-    return same and all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
 
 
 def table_of(model):
@@ -107,16 +102,11 @@ def test_saved_as_before(package, name, tmp_path):
 
 def test_captured_and_padded(package, name, monkeypatch):
     """Graphs hold decoder layers alone, and padding is left out as before."""
-    module = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(package, monkeypatch)
     model = package.kernelize(package.host_embeddings(adapted(name)))
     plain = package.kernelize(copy.deepcopy(model))
     package.capture(model, *TOKENS.shape)
-    for _ in range(4):
-        before = Rerun.replays
-        assert are_equal(step_of(model), step_of(plain))
-    assert Rerun.replays > before
+    check_replayed(model, plain, [step_of] * 4)
     padding = importlib.import_module(f"{package.__name__}.shared.hf.model.padding")
     assert not padding._may_see_padding(plain.get_base_model().model, table_of(plain))
     assert padding.weight_within(table_of(plain)).is_set_to(table_of(plain).home)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
@@ -221,10 +220,6 @@ def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
     experts.check_nan_in_experts(ops, DEVICE, gpt_oss)
 
 
-def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
-    experts.check_second_backward_of_experts(ops, DEVICE)
-
-
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("case", grouped_gemm.GROUPED_CASES, ids=str)
 def test_grouped_gemms(ops, backend, gpu, dtype, case):
@@ -356,29 +351,6 @@ def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monke
     backend.launched.clear()
     grouped_gemm.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
     assert not backend.launched
-
-
-@pytest.mark.parametrize(
-    ("capability", "version", "expected"),
-    (
-        ((8, 0), "2.13.0", False),
-        ((9, 0), "2.8.0", True),
-        ((9, 0), "2.13.0+cu130", True),
-        ((10, 3), "2.8.0", False),
-        ((10, 3), "2.13.0+cu130", True),
-        ((11, 0), "2.13.0", False),
-        ((12, 0), "2.13.0", False),
-    ),
-)
-def test_where_pytorchs_grouped_gemm_is_a_kernel(package, monkeypatch, capability, version, expected):
-    has = sys.modules[f"{package.__name__}.shared.ops.grouped_gemm"]._has_grouped_mm
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    has.cache_clear()
-    try:
-        assert has(0) == expected
-    finally:
-        has.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests import gpt_oss_steps, qwen3_moe_steps
 from tests.compile_checks import operators_of
-from tests.models import Step, check_compiled, check_same_bits, own_attributes, sharded, tiny_gpt_oss, tiny_qwen3_moe, whole
+from tests.models import Step, are_equal, check_compiled, check_same_bits, own_attributes, sharded, tiny_gpt_oss, tiny_qwen3_moe, whole
 from tests.patched import calls_of, install, lora
 from tests.qwen3_moe_steps import EXPERTS, FACTOR, LABELS, TOKENS
 from tests.tolerances import assert_close
@@ -241,8 +241,7 @@ def test_reset_leaves_no_trace(package, moe, sequence):
         assert all(new[name] is old[name] for name in old)
     assert moe.steps.uses(package, model) == set() and package.get_patched_ops() == []
     again = Step(model, input_ids=TOKENS, labels=LABELS)
-    assert torch.equal(again.loss, expected.loss)
-    assert all(torch.equal(again.gradients[name], expected.gradients[name]) for name in expected.gradients)
+    assert are_equal(again, expected)
 
 
 def test_layers_load_from_a_folder(request, package, moe, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from tests.op_cases import check_first_and_no_second_derivative
 from tests.ops import collected
 from tests.ops.common import FLOATS, FP32
-from tests.ops.suite import cases_with, in_order, module_of, names, run, sample, suite
+from tests.ops.suite import cases_with, check_all_cases, in_order, names, run, sample, suite
 from tools.targets import operations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +28,7 @@ OF_ONE |= {("tests/cpu/test_slabs.py", "neighborhood_attention")}
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", names())
 def test_operation(suite_ops, name, dtype):
-    failures = []
-    for case, check in module_of(name).all_cases(suite_ops, "cpu", (dtype,)):
-        try:
-            check()
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    check_all_cases(suite_ops, name, "cpu", dtype)
 
 
 @pytest.mark.parametrize("name", cases_with("sample"))

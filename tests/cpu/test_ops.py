@@ -1,19 +1,16 @@
-"""Each operation in plain PyTorch, as it runs on a CPU, against float64."""
+"""Operations in plain PyTorch, as they run on a CPU, against float64: what test_properties.py does not draw."""
+
+import importlib
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from tests.ops import adamw, common, experts, linear_cross_entropy, rms_norm, rotary, swiglu
-from tests.ops.common import FLOATS, randn
+from tests.ops import adamw, experts, linear_cross_entropy, rms_norm, rotary
+from tests.ops.common import FLOATS
 
 DEVICE = "cpu"
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-
-
-@dtypes
-@pytest.mark.parametrize("shape", rms_norm.RMS_NORM_SHAPES, ids=str)
-def test_rms_norm(qwen3, dtype, shape):
-    rms_norm.check_rms_norm(qwen3, DEVICE, dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
@@ -28,32 +25,15 @@ def test_rotary(qwen3, dtype, case):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", rms_norm.ADD_RMS_NORM_SHAPES, ids=str)
-def test_add_rms_norm(qwen3, dtype, shape):
-    rms_norm.check_add_rms_norm(qwen3, DEVICE, dtype, shape)
-
-
-@dtypes
 @pytest.mark.parametrize("case", rotary.QK_NORM_ROTARY_CASES, ids=str)
 def test_qk_norm_rotary(qwen3, dtype, case):
     rotary.check_qk_norm_rotary(qwen3, DEVICE, dtype, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("shape", swiglu.SWIGLU_SHAPES, ids=str)
-def test_swiglu(qwen3, dtype, shape):
-    swiglu.check_swiglu(qwen3, DEVICE, dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
 @pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
 def test_adamw(qwen3, dtype, capturable):
     adamw.check_adamw(qwen3, DEVICE, dtype, capturable=capturable)
-
-
-@dtypes
-def test_mlp(qwen3, dtype):
-    swiglu.check_mlp(qwen3, DEVICE, dtype, 33, 64, 160)
 
 
 @dtypes
@@ -88,55 +68,24 @@ def test_no_expert_is_here(qwen3):
     experts.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
 
 
-def test_a_second_derivative_is_refused(qwen3):
-    x = common.leaf(randn(3, 8, dtype=torch.float64, device=DEVICE))
-    (gradient,) = torch.autograd.grad(qwen3.rms_norm(x, torch.ones(8, dtype=torch.float64)).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice: rms_norm.RMSNorm has no second derivative. Leave this operation"):
-        gradient.sum().backward()
-
-
-def test_gradients_in_float64(qwen3):
-    """The analytic gradients against finite differences."""
-
-    def leaf(*shape, seed=0):
-        return common.leaf(randn(*shape, dtype=torch.float64, device=DEVICE, seed=seed))
-
-    check = torch.autograd.gradcheck
-    assert check(lambda x, w: qwen3.rms_norm(x, w), (leaf(2, 3, 8), leaf(8, seed=1)))
-    assert check(lambda x, r, w: qwen3.add_rms_norm(x, r, w), (leaf(3, 8), leaf(3, 8, seed=1), leaf(8, seed=2)))
-    assert check(qwen3.swiglu, (leaf(3, 5), leaf(3, 5, seed=1)))
-    assert check(qwen3.mlp, (leaf(3, 4), leaf(6, 4, seed=1), leaf(6, 4, seed=2), leaf(4, 6, seed=3)))
-    cos, sin = (randn(1, 3, 8, dtype=torch.float64, device=DEVICE, seed=i) for i in (7, 8))
-    assert check(lambda q, k: qwen3.rotary(q, k, cos, sin), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8, seed=1)))
-    weights = leaf(8, seed=3), leaf(8, seed=4)
-    assert check(lambda q, k, a, b: qwen3.qk_norm_rotary(q, k, a, b, cos, sin), (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8, seed=1), *weights))
-    expert, scores = torch.tensor([[0, 2], [2, 1], [3, 0]]), leaf(3, 2, seed=5)
-    assert check(lambda x, s, a, b: qwen3.experts(x, expert, s, a, b), (leaf(3, 4), scores, leaf(3, 6, 4, seed=1), leaf(3, 4, 3, seed=2)))
-    gpt_oss = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 0.7}
-    leaves = leaf(3, 4), scores, leaf(3, 4, 6, seed=1), leaf(3, 3, 4, seed=2), leaf(3, 6, seed=3), leaf(3, 4, seed=4)
-    assert check(lambda x, s, *weights: qwen3.experts(x, expert, s, *weights, **gpt_oss), leaves)
-    target = torch.tensor([1, -100, 4, 0])
-    for options in (
-        {},
-        {"reduction": "none"},
-        {"label_smoothing": 0.1, "softcap": 2.0, "lse_square_scale": 0.1},
-        {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1},
-    ):
-        assert check(
-            lambda h, w, b: (lambda found: getattr(found, "loss", found))(qwen3.linear_cross_entropy(h, w, target, b, **options)),  # noqa: B023
-            (leaf(4, 3), leaf(5, 3, seed=1), leaf(5, seed=2)),
-        )
-
-
-def test_a_second_backward_pass_gives_the_same(qwen3):
-    """retain_graph: the loss gives its gradients away and computes them anew."""
-    hidden, weight = (common.leaf(randn(n, 8, dtype=torch.float32, device=DEVICE, seed=n)) for n in (6, 11))
-    loss = qwen3.linear_cross_entropy(hidden, weight, torch.arange(6))
-    first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5), retain_graph=True)
-    kept = [g.clone() for g in first]
-    second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5))
-    assert all(torch.equal(a, b) for a, b in zip(kept, second)) and all(torch.equal(a, b) for a, b in zip(kept, first))
-
-
-def test_a_second_backward_pass_of_the_experts_gives_the_same(qwen3):
-    experts.check_second_backward_of_experts(qwen3, DEVICE)
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    (
+        ((8, 0), "2.13.0", False),
+        ((9, 0), "2.8.0", True),
+        ((9, 0), "2.13.0+cu130", True),
+        ((10, 3), "2.8.0", False),
+        ((10, 3), "2.13.0+cu130", True),
+        ((11, 0), "2.13.0", False),
+        ((12, 0), "2.13.0", False),
+    ),
+)
+def test_where_pytorchs_grouped_gemm_is_a_kernel(qwen3, monkeypatch, capability, version, expected):
+    has = importlib.import_module(f"{qwen3.__name__}.shared.ops.grouped_gemm")._has_grouped_mm
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    has.cache_clear()
+    try:
+        assert has(0) == expected
+    finally:
+        has.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernels import Mode
 
-from tests.capturing import Pool, Rerun
+from tests.capturing import check_replayed, stand_in
 from tests.compile_checks import operators_of
 from tests.cpu.conftest import kernels_of
 from tests.models import Step, check_compiled, random_tokens, tiny_olmo_hybrid, tiny_qwen3_5, tiny_qwen3_5_sparse
@@ -184,19 +184,14 @@ def test_a_graph_has_no_operator_for_dropout_in_a_shared_expert(qwen3_5, monkeyp
 @every_family
 def test_capture(qwen3_5, name, monkeypatch):
     """Layers of both kinds are replayed, each kind of pass after one that was observed; documents may lie elsewhere in the next pass."""
-    module = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(qwen3_5, monkeypatch)
     model = tiny(name, **TWO_LAYERS)
     plain = copy.deepcopy(model)
     qwen3_5.kernelize(plain)
     qwen3_5.capture(qwen3_5.kernelize(model), *TOKENS.shape)
     documents = [torch.cat((torch.arange(first), torch.arange(80 - first)))[None].expand(2, -1) for first in (30, 49, 11)]
-    for inputs in ({}, {}, {}, *({"position_ids": positions} for positions in documents)):
-        before = Rerun.replays
-        found, expected = step_of(model, **inputs), step_of(plain, **inputs)
-        assert all(torch.equal(found.gradients[key], gradient) for key, gradient in expected.gradients.items())
-    assert Rerun.replays > before
+    elsewhere = [functools.partial(step_of, position_ids=positions) for positions in documents]
+    check_replayed(model, plain, [step_of] * 3 + elsewhere)
     assert all(row.fused for row in qwen3_5.explain(model).rows if "captured" in row.part)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests import attention_batches
 from tests.models import tiny_gpt_oss, tiny_model
 from tests.ops import attention as checks
 from tests.ops.attention import Case, packed
@@ -125,22 +126,15 @@ def gpt_oss_of(**changes):
 
 
 def documents():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 199, (n,), generator=generator).cuda() for n in LENGTHS]
+    return [tokens.cuda() for tokens in attention_batches.documents(lengths=LENGTHS)]
 
 
 def packed_batch():
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
-    return {"input_ids": torch.cat(documents())[None], "position_ids": positions}
+    return {name: tensor.cuda() for name, tensor in attention_batches.packed(LENGTHS).items()}
 
 
 def padded_batch(side="right"):
-    width = max(LENGTHS)
-    ids, mask = (torch.zeros(len(LENGTHS), width, dtype=torch.long, device="cuda") for _ in range(2))
-    for row, tokens in enumerate(documents()):
-        place = slice(width - len(tokens), None) if side == "left" else slice(0, len(tokens))
-        ids[row, place], mask[row, place] = tokens, 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return {name: tensor.cuda() for name, tensor in attention_batches.padded(side, LENGTHS).items()}
 
 
 def gradients_of(model, batch, seen=None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.common import BF16, FLOATS, leaf, randn
-from tests.ops.suite import cases_with, module_of, names, run, sample
+from tests.ops.suite import cases_with, check_all_cases, module_of, names, run, sample
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
@@ -15,13 +15,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", names())
 def test_operation(suite_ops, name, dtype):
-    failures = []
-    for case, check in module_of(name).all_cases(suite_ops, DEVICE, (dtype,)):
-        try:
-            check()
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    check_all_cases(suite_ops, name, DEVICE, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if hasattr(module_of(name), "check_large")])

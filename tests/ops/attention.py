@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tests.ops.common import errors_in
+from tests.ops.generated import generated
 from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -269,13 +270,11 @@ def check_some_heads_at_once(package):
 
 CHECKS = {"attention": check_attention, "capped": check_capped, "heads": check_some_heads_at_once}
 MUTANTS = [
+    *generated("shared/ops/attention.py", "heads or attention or capped", "_Attention.backward _Attention.forward _forward"),
+    *generated("shared/ops/attention.py", "capped", "_scores", kernels=False),
+    *generated("shared/ops/attention_heads.py", "heads", "parts_of_heads"),
     *errors_in("shared/ops/attention.py", "attention", "_Attention.forward",
-         ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
-         ("sinks, out, lse,", "sinks, out, 1.01 * lse,"),
          ("ctx.scale, ctx.softcap = scale,", "ctx.scale, ctx.softcap = 1.1 * scale,")),
-    *errors_in("shared/ops/attention.py", "attention", "_Attention.backward",
-         ("return dq, dk, dv,", "return dq, dv, dk,"),
-         ("else dsinks", "else -dsinks")),
     *errors_in("shared/ops/attention.py", "attention", "_backward",
          ("_dkv_kernel_of(k, capped)(q, k, v, dout, lse, delta,", "_dkv_kernel_of(k, capped)(q, k, v, dout, delta, lse,")),
     *errors_in("shared/ops/attention.py", "attention", "attention_backward_reference",
@@ -283,20 +282,13 @@ MUTANTS = [
          ("dsinks -=", "dsinks +="), kernels=False),
     *errors_in("shared/ops/attention.py", "attention", "attention_reference",
          ("torch.logaddexp(total,", "torch.maximum(total,"), kernels=False),
-    *errors_in("shared/ops/attention.py", "capped", "_forward", ("scale / softcap", "scale")),
     *errors_in("shared/ops/attention.py", "capped", "_backward", ("softcap * LOG2E, scale,", "softcap * LOG2E, 1.1 * scale,")),
     *errors_in("shared/ops/attention.py", "capped", "_Attention.forward", ("= scale, softcap", "= scale, 2 * softcap")),
-    *errors_in("shared/ops/attention.py", "capped", "_scores", ("1 - t * t", "1 + 0 * t"), ("softcap * t,", "t,"), kernels=False),
-    *errors_in("shared/ops/attention.py", "heads", "_forward",
-         ("_forward(q_part, k_part, v_part,", "_forward(q_part, v_part, k_part,"),
-         ("sinks[heads].contiguous()", "sinks[: heads.stop - heads.start].contiguous()")),
+    *errors_in("shared/ops/attention.py", "heads", "_forward", ("_forward(q_part, k_part, v_part,", "_forward(q_part, v_part, k_part,")),
     *errors_in("shared/ops/attention.py", "heads", "_backward",
          ("dq[:, heads], dk[:, keys], dv[:, keys] =", "dq[:, heads], dv[:, keys], dk[:, keys] ="),
          ("lse[heads].contiguous()", "lse[: heads.stop - heads.start].contiguous()"),
          ("dsinks[heads] = found[3]", "dsinks[heads] = -found[3]")),
-    *errors_in("shared/ops/attention_heads.py", "heads", "parts_of_heads",
-         ("slice(start, start + at_once))", "slice(0, at_once))"),
-         ("slice(start * group, (start + at_once) * group)", "slice(start, start + at_once * group)")),
     *errors_in("shared/ops/attention_heads.py", "heads", "of_heads", ("tensor[:, heads].contiguous()", "-tensor[:, heads].contiguous()")),
     *errors_in("shared/ops/attention_plan.py", "attention", "plan_reference",
          ("& (t < ends[at])", ""), kernels=False),

@@ -227,8 +227,6 @@ MUTANTS = [
     ("kernel_src/attention_wide.py", "backward_dkv_part", "ds = ds * slope", "pass", "attention_capped"),
     ("kernel_src/attention_plan.py", "document_of", "<= t", "< t", "attention_plan"),
     ("kernel_src/attention_plan.py", "document_of", "high - low > 1", "high - low > 2", "attention_plan"),
-    ("kernel_src/attention_plan.py", "write_limits", "t - left", "t - left + 1", "attention_plan"),
-    ("kernel_src/attention_plan.py", "write_limits", "ct.maximum(start, t - left)", "t - left", "attention_plan"),
     ("kernel_src/attention_plan.py", "walk", "+ BLOCK, tokens) - 1", "+ BLOCK, tokens)", "attention_plan"),
     ("kernel_src/attention_plan.py", "walk", "top - left), following", "top - left), 0", "attention_plan"),
     ("kernel_src/attention_plan.py", "walk", "some & bottom_inside &", "some &", "attention_plan"),

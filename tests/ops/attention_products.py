@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.attention import Case, Inputs, exact_attention, inputs_of, packed, visible
 from tests.ops.common import errors_in
+from tests.ops.generated import generated
 from tests.tolerances import assert_close
 
 
@@ -60,14 +61,10 @@ def check_some(package) -> None:
 CHECKS = {"attention by products": check_some}
 FILE, CHECK = "shared/ops/attention_products.py", "attention by products"
 MUTANTS = [
-    *errors_in(FILE, CHECK, "_Products.forward",
-         ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
-         ("= reach, scale", "= reach, 1.1 * scale"),
-         ("found if piece.seeing is None else found.where(piece.seeing, 0)", "found"), kernels=False),
+    *generated(FILE, "attention by products", "_Products.backward _Products.forward", kernels=False),
+    *errors_in(FILE, CHECK, "_Products.forward", ("= reach, scale", "= reach, 1.1 * scale"), kernels=False),
     *errors_in(FILE, CHECK, "_Products.backward",
-         ("gradient if piece.seeing is None else gradient.where(piece.seeing, 0)", "gradient"),
-         ("dk[:, at] += _product(ds.mT, queries)", "dk[:, at] = _product(ds.mT, queries)"),
-         ("ds if ctx.scale == 1 else ds.mul_(ctx.scale)", "ds"), kernels=False),
+         ("dk[:, at] += _product(ds.mT, queries)", "dk[:, at] = _product(ds.mT, queries)"), kernels=False),
     *errors_in(FILE, CHECK, "_pieces",
          ("start - reach.window + 1", "start - reach.window + 2"),
          ("reach.plain and reach.window is None", "reach.window is None"),

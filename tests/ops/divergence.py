@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.suite import LABELS, Case, of_suite
 from tests.tolerances import assert_close
 
@@ -332,60 +333,30 @@ CHECKS = of_suite({
 _KERNELS, _OPERATION, _SUMS = "kernel_src/divergence.py", "shared/ops/divergence.py", "kernel_src/sums.py"
 _EXPONENTS = "kernel_src/cross_entropy.py"
 MUTANTS = (
+    *generated(_KERNELS, "jsd or even or zeros or kl or skewed_logits or nan_logits or labels or logits or nan",
+               "at_end between counted even_terms js_piece kl_divergence logit_terms row_scale skip tv_terms"),
+    *generated(_EXPONENTS, "large_logits", "exponents"),
+    *generated(_SUMS, "labels or total", "inverse_count span_sum"),
+    *generated(_OPERATION, "fp16 or logits", "_Divergence.forward _DivergenceOfLogits.forward"),
     (_KERNELS, "log2_parts", "0.4809654951095581", "0.49", "jsd"),
     (_KERNELS, "log2_parts", "0x3F2AAAAB", "0x3F000000", "jsd"),
     (_KERNELS, "finite", "ct.maximum(x, FLOOR)", "x", "zeros"),
     (_KERNELS, "span", "first + ct.arange", "ct.arange", "long"),
     (_KERNELS, "span", "ct.minimum(SPAN // TILE, ", "ct.maximum(SPAN // TILE, ", "long"),
-    (_KERNELS, "between", "m * 0.0)", "0.0)", "nan_logits"),
-    (_KERNELS, "between", "q * (1.0 - beta)", "q * beta", "skewed_logits"),
-    (_KERNELS, "at_end", "ct.where(p == 0.0, 0.0, p * (y - x))", "p * (y - x)", "zeros"),
-    (_KERNELS, "at_end", "ct.where(q == 0.0, 0.0, q * (x - y))", "q * (x - y)", "zeros"),
-    (_KERNELS, "at_end", "(-1.0 / LN2)", "-1.0", "jsd"),
-    (_KERNELS, "tv_terms", "ct.where(d < 0.0, -0.5, d)", "-0.5", "zeros"),
-    (_KERNELS, "tv_terms", "* 0.5", "", "tvd"),
-    (_KERNELS, "counted", "row * masked", "0", "labels"),
-    (_KERNELS, "counted", "!= ignore_index", "== ignore_index", "labels"),
-    (_KERNELS, "row_scale", "scale * ct.where", "ct.where", "jsd"),
-    (_KERNELS, "row_scale", "ct.where(factored == 0, 1.0, ct.gather(factor, 0, check_bounds=False))", "1.0", "labels"),
-    (_KERNELS, "even_terms", "x - 1.0, y - 1.0", "x - 1.0, y", "even"),
-    (_KERNELS, "even_terms", "m * 0.0 - 1.0", "m * 0.0", "even"),
-    (_KERNELS, "even_terms", "m * 0.0 - 1.0", "-1.0", "nan"),
-    (_KERNELS, "even_terms", "dx + p *", "p *", "even"),
-    (_KERNELS, "js_piece", "dx * (k * LN2)", "dx * k", "jsd"),
-    (_KERNELS, "js_piece", "total = total + loss", "total = loss", "long"),
-    (_KERNELS, "skip", "write_within(gradient, (row, first + i * TILE), ct.zeros((TILE,), dtype=ct.float32))", "pass", "labels"),
     (_KERNELS, "skip", "ct.scatter(partial, (row, part), 0.0, check_bounds=False)", "pass", "labels"),
     (_KERNELS, "kl_divergence", "ct.maximum(eps, SMALLEST)", "SMALLEST", "kl"),
-    (_KERNELS, "kl_divergence", "* LN2 - a", "- a", "kl"),
-    (_KERNELS, "kl_divergence", "p * -k", "p * k", "kl"),
-    (_KERNELS, "kl_divergence", 'float("nan")', "loss", "nan"),
-    (_KERNELS, "kl_divergence", "ct.where(p == 0.0, 0.0, ct.where", "ct.where(p == 2.0, 0.0, ct.where", "zeros"),
-    (_KERNELS, "js_piece", "dx + q * (1.0 / LN2)", "dx", "jsd"),
     (_KERNELS, "js_divergence", "writes, -1, TILE", "writes, 1, TILE", "jsd"),
     (_KERNELS, "tv_distance", "read(y, (row, cols), 0))", "read(x, (row, cols), 0))", "tvd"),
     (_KERNELS, "logit_terms", "lse_y, row, temperature", "lse_x, row, temperature", "logits"),
     (_KERNELS, "log2_softmax", "log_sum, temperature", "log_sum", "logits"),
-    (_EXPONENTS, "exponents", "(z - top) * (scale * LOG2E) - log_sum * LOG2E", "(z * scale - (top * scale + log_sum)) * LOG2E",
-     "large_logits"),
-    (_EXPONENTS, "exponents", "(z - top) * (scale * LOG2E)", "(z - top) * LOG2E", "large_logits"),
     ("kernel_src/softmax.py", "softmax_combine", "write_lse(lse, row, m, ct.log2(s) * LN2)", "write_lse(lse, row, m, 0.0)", "logits"),
-    (_KERNELS, "logit_terms", "q * dq, q", "dq, q", "logits"),
-    (_KERNELS, "logit_terms", "g * LN2", "g", "logits"),
     (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),
     (_KERNELS, "logit_gradient", "g - q * ct.gather(slope, row, check_bounds=False)", "g", "logits"),
     (_KERNELS, "logit_gradient", "* temperature\n", "\n", "logits"),
     (_KERNELS, "logit_gradient", "write_within(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))", "pass", "labels"),
     (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "labels"),
-    (_SUMS, "inverse_count", "ct.maximum(ct.sum(acc, 0), 1.0)", "ct.sum(acc, 0)", "labels"),
-    (_SUMS, "inverse_count", "acc = acc +", "acc =", "total"),
-    (_SUMS, "span_sum", "ct.bid(0) * SPAN", "0", "total"),
-    (_OPERATION, "_Divergence.forward", "x.dtype != torch.float16", "True", "fp16"),
-    (_OPERATION, "_Divergence.forward", "ctx.save_for_backward(x, y, labels)", "ctx.save_for_backward(y, x, labels)", "jsd"),
     (_OPERATION, "_Divergence.backward", "gradient, ctx.gradient = ctx.gradient, None", "gradient = ctx.gradient", "scaled"),
     (_OPERATION, "_Divergence.backward", "multiply(gradient, dloss)", "pass", "scaled"),
-    (_OPERATION, "_DivergenceOfLogits.forward", "ctx.save_for_backward(x, y, labels, *rows)", "ctx.save_for_backward(y, x, labels, *rows)",
-     "logits"),
     (_OPERATION, "_backward", "factor = factor * count", "factor = count", "scaled_labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
@@ -395,32 +366,6 @@ MUTANTS = (
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-def check_turned_divergence(ops):
-    """In fp16, whose gradient the backward pass computes."""
-    x, y = (randn(3, 64, dtype=torch.float16, device="cpu", seed=i).log_softmax(-1) for i in range(2))
-    loss = ops.jsd(x.requires_grad_(), y, reduction="sum")
-    (wanted,) = torch.autograd.grad(loss, x, torch.tensor(2.0), retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(loss, x, torch._neg_view(torch.tensor(-2.0)))[0], wanted)
-
-
-def check_turned_divergence_of_a_transposed_student(ops):
-    """PyTorch's operations give its gradient the student's strides, and the backward pass multiplies it."""
-    x, y = (randn(64, 3, dtype=torch.float32, device="cpu", seed=i).log_softmax(0).t() for i in range(2))
-    loss = ops.jsd(x.requires_grad_(), torch._neg_view(-y))
-    try:
-        (found,) = torch.autograd.grad(loss, x, torch.tensor(2.0))
-    except RuntimeError as error:
-        raise AssertionError(str(error)) from error
-    torch.testing.assert_close(found, torch.autograd.grad(ops.jsd(x, y), x, torch.tensor(2.0))[0])
-
-
-CHECKS |= of_suite({"turned": check_turned_divergence, "turned, transposed": check_turned_divergence_of_a_transposed_student})
-MUTANTS += (
-    ("shared/ops/divergence.py", "_backward", "kernels_compute(x, y, labels, dloss)", "kernels_compute(x, y, labels)", "turned"),
-    ("shared/ops/linear_head.py", "multiply", "gradient.is_contiguous() and ", "", "turned, transposed"),
-)
-
-
 def _sample(call):
     def sample(ops, new):
         p, t = (new.exact(48, 1024, seed=i).detach().log_softmax(-1) for i in (9, 10))

@@ -5,6 +5,7 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, errors_in, on_cpu
+from tests.ops.generated import generated
 
 LEAST, MOST = 27.0, 40.0  # dB of a product in e4m3 beside float64; what is beyond was not multiplied in eight bits
 
@@ -171,6 +172,7 @@ CHECKS = {
     "products_of_zero_rows": on_cpu(check_zero_rows),
 }
 MUTANTS = [
+    *generated("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.forward", kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "_write_rows",
          ("out.scales.copy_(weight.scale)", "out.scales.fill_(1.0)"), kernels=False),
     *errors_in("shared/decoder/projection.py", "products_of_codes", "EightBitWeight.in_rows",
@@ -184,11 +186,8 @@ MUTANTS = [
     *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits.begin",
          ("self._x.scales, self._w.scales", "self._x.scales, self._x.scales"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.forward",
-         ("bias.split(self.rows)", "[None] * len(self.rows)"),
          ("True, bias, out)", "True, None, out)"),
          ("True, bias, out)", "True, bias, None)"), kernels=False),
-    *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits.forward",
-         ("Quantised(x, self.scales[0])", "Quantised(x, self.scales[0] * 2)"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits._of_gradient",
          ("found if again else None", "found"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.input_gradient",

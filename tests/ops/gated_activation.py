@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, silu
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.generated import generated
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def gated_exact(gate, up, activation, gate_multiplier=1.0, down_multiplier=1.0):
@@ -83,12 +83,6 @@ MUTANTS = (
     *generated(KERNEL, "odd", "place"),
     *generated(OPERATION, "tanh", "_GatedActivation.forward"),
     *generated(OPERATION, "tanh in PyTorch or erf or multipliers", "backward_reference", kernels=False),
-    (KERNEL, "act", "3.0 * cubic", "2.0 * cubic", "tanh"),
-    (KERNEL, "act", "7.0 * C3", "6.0 * C3", "erf"),
-    (KERNEL, "act", "ct.minimum(a * a, CLAMP)", "a * a", "extremes"),
-    (KERNEL, "act", "ct.minimum(a * a, ERF_CLAMP)", "a * a", "extremes"),
-    (KERNEL, "place", "block % pieces * TILE", "0 * TILE", "odd"),
-    (KERNEL, "place", "block // pieces", "0", "packed"),
     (KERNEL, "gated_activation_backward", "write_rows(dup, at, du, EXACT)", "write_rows(dup, at, dg, EXACT)", "tanh"),
     (OPERATION, "swiglu", "float(gate_multiplier), float(down_multiplier)", "float(down_multiplier), float(gate_multiplier)",
      "multipliers"),
@@ -127,24 +121,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("geglu")})
-MUTANTS += (("shared/ops/gated_activation.py", "_backward", "_fits(gate, up, dout)", "_fits(gate, up)", "turned"),)
-
-
-def check_turned_packed(ops):
-    x = leaf(randn(3, 64, dtype=torch.float32, device="cpu"))
-    upstream = randn(3, 32, dtype=torch.float32, device="cpu", seed=1)
-    y = ops.swiglu_packed(x)
-    (wanted,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(y, x, torch._neg_view(-upstream))[0], wanted)
-
-
-CHECKS |= of_suite({"turned, packed": check_turned_packed})
-MUTANTS += (
-    ("shared/ops/gated_activation.py", "_packed_backward", "_fits(gate, up, dout)", "_fits(gate, up)", "turned, packed"),
-)
-
-
 def two_of_rows(call):
     """The case of an operation on gate and up."""
     return Case(

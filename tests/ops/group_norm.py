@@ -4,9 +4,10 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, leaf, randn
 from tests.ops.generated import generated
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.layer_norm import check_norm
+from tests.ops.suite import Case, of_suite
 
 
 def group_norm_exact(x, groups, weight, bias, eps):
@@ -24,33 +25,14 @@ def check_group_norm(
 ):  # fmt: skip
     """parameters, mean, view: as of LayerNorm. trend: how far x changes to either side along a sample. along: how
     much of x there is in dy, for means of gradients that are not small."""
-    weight_dtype = weight_dtype or dtype
     base = randn(*shape, dtype=FP32, device=device) + mean
     base = leaf((base + torch.linspace(-trend, trend, base[0].numel(), device=device).view(base.shape[1:])).to(dtype))
-    x = view(base)
-    channels = x.shape[1]
-    weight = leaf(randn(channels, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
-    bias = leaf(randn(channels, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
-    dy = randn(*x.shape, dtype=dtype, device=device, seed=3) + (along * x.detach() if along else 0)
-    leaves = [t for t in (base, weight, bias) if t is not None]
-    leaves64 = {id(t): exact(t) for t in leaves}
-    weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
-    untouched = unchanged(base, weight, bias, dy)
-    y = ops.group_norm(x, groups, weight, bias, eps)
-    y64 = group_norm_exact(view(leaves64[id(base)]), groups, weight64, bias64, eps)
-    what = f"GroupNorm {tuple(shape)} in {groups}"
-    by_group = x.shape[0] * groups
-    assert_rows_close(y.reshape(by_group, -1), y64.reshape(by_group, -1), dtype, f"{what} y", factor)
-    y64.backward(dy.double().cpu())
-    names = [name for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None]
-    for name, tensor, found in zip(names, leaves, backward_twice(y, dy, leaves), strict=True):
-        wanted = leaves64[id(tensor)].grad
-        if name == "x":
-            found, wanted = (view(t).reshape(by_group, -1) for t in (found, wanted))
-        largest = 1.0 if weight is None else float(weight.detach().abs().max())
-        terms = largest * (float(dy.abs().max()) if dy.numel() else 0.0) / eps**0.5 if name == "x" else 0.0  # of a group of one element
-        assert_rows_close(found, wanted, tensor.dtype, f"{what} d{name}", factor, terms=terms)
-    untouched()
+    samples, channels = view(base).shape[:2]
+    check_norm(
+        lambda x, w, b: ops.group_norm(x, groups, w, b, eps), lambda x, w, b: group_norm_exact(x, groups, w, b, eps), base, (channels,),
+        dtype, f"GroupNorm {tuple(shape)} in {groups}", parameters=parameters, weight_dtype=weight_dtype, eps=eps, view=view, factor=factor,
+        along=along, rows=lambda t: t.reshape(samples * groups, -1),
+    )  # fmt: skip
 
 
 # (shape, groups): groups in registers, groups held as they lie in memory or in parts, channels of whole tiles, positions that are no
@@ -105,11 +87,7 @@ MUTANTS = (
     *generated("kernel_src/softmax.py", "tiles", "tile_columns"),
     *generated("shared/ops/group_norm.py", "whole or weight alone", "GroupNormFunction.backward"),
     *generated("shared/ops/group_norm.py", "whole", "GroupNormFunction.forward"),
-    ("kernel_src/group_norm.py", "channels_of", "segment // per_channel", "segment * 0", "whole"),
-    ("kernel_src/group_norm.py", "channels_of", "row % (channels // in_group) * in_group", "0", "whole"),
     ("kernel_src/group_norm.py", "held_segments", "place(t, x.shape[1], PIECE)", "place(0, x.shape[1], PIECE)", "held"),
-    ("kernel_src/group_norm.py", "held_channels", "+ 0.5", "+ 1.5", "held"),
-    ("kernel_src/group_norm.py", "held_channels", "row % (channels // in_group) * in_group", "0", "held"),
     ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.minimum(t * TILE, columns - 1)", "0", "held tiles"),
     ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.minimum(t * TILE, columns - 1)", "t * TILE", "held tiles"),
     ("kernel_src/group_norm.py", "group_norm_apply", "size * (means - mu) * (means - mu)", "0.0", "parts"),
@@ -119,8 +97,6 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_tile_apply", "part * TILE, columns", "0, columns", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_tile_apply", "if part == 0", "if part == 1", "tile"),
     ("kernel_src/group_norm.py", "group_norm_tile_sums", "row // (channels // mean.shape[0])", "row * 0", "tiles"),
-    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "part * TILE, columns", "0, columns", "tiles"),
-    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "ct.bid(0) - blocks", "0", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "ct.bid(0) - blocks", "0", "odd"),
     ("kernel_src/group_norm.py", "group_norm_parameter_sums", "(at // parts)[None, :]", "(at % parts)[None, :]", "whole"),
     ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.bid(0) // blocks", "0", "whole"),
@@ -151,8 +127,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("group_norm")})
-MUTANTS += (("shared/ops/group_norm.py", "_backward", ", others=(dy,)", "", "turned"),)
 OPERATIONS = {
     "group_norm": Case(
         lambda ops, x, w, b: ops.group_norm(x, 2, w, b),

@@ -6,6 +6,7 @@ import torch
 
 from tests.ops.adamw import check_adamw_in_slabs, check_that_slabs_are_launches
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, on_cpu, randn, runtime_of
+from tests.ops.generated import generated
 from tests.ops.layouts import misaligned
 from tests.ops.rms_norm import check_norm_in_parts, rms_norm_exact
 from tests.ops.swiglu import check_swiglu
@@ -78,17 +79,12 @@ CHECKS = {
     "launch_copies": check_that_results_are_never_copies,
 }
 MUTANTS = [
-    *errors_in("shared/ops/common.py", "swiglu_odd", "ElementwiseKernel.__init__",
-               ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
+    *generated("shared/ops/common.py", "norm_in_parts or swiglu_odd or adamw_in_slabs",
+               "ElementwiseKernel.__init__ ElementwiseKernel._slabs split_rows"),
+    *generated("shared/runtime/launch.py", "launch_alignments", "Kernel.__call__"),
     *errors_in("shared/ops/common.py", "adamw_in_slabs", "ElementwiseKernel._slabs",
-         ("range(0, arrays[0].shape[0], rows)", "range(0, arrays[0].shape[0] - rows, rows)"),
-         ("start : start + rows", "0:rows"),
          ("arrays[0].shape[0] <= rows", "True", "adamw_counts_slabs")),
-    *errors_in("shared/ops/common.py", "norm_in_parts", "split_rows",
-         ("start : start + most", "0:most"),
-         ("range(0, rows, most)", "range(0, rows - most, most)"),
-         ("t.shape[0] == rows", "True"),
-         ("0 < rows <= GRID_MAX[0]", "True")),
+    *errors_in("shared/ops/common.py", "norm_in_parts", "split_rows", ("0 < rows <= GRID_MAX[0]", "True")),
     *errors_in("shared/ops/common.py", "elementwise_shapes", "ElementwiseKernel._rows",
          ("tensor.shape != first.shape", "False")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel.__call__",
@@ -103,9 +99,6 @@ MUTANTS = [
          ("arg.dtype, ", ""),
          ("if low_bits & 15:", "if False:"),
          ("parts.append(arg or str(arg))", "pass")),
-    *errors_in("shared/runtime/launch.py", "launch_alignments", "Kernel.__call__",
-         ("parts += [address & 15 for address in addresses]", "parts.append(low_bits & 15)"),
-         ("parts += [address & 15 for address in addresses]", "parts.append(sum(address & 15 for address in addresses))")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
          ("if places != addresses:", "if False:")),
     *errors_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",

@@ -4,7 +4,9 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.common import FLOATS, randn
+from tests.ops.generated import generated
+from tests.ops.mrope import check
 from tests.ops.suite import Case, of_suite
 
 
@@ -23,21 +25,11 @@ def frequencies(rows, tokens, pairs, device):
 
 def check_rotary_complex(ops, device, dtype, batch=2, tokens=3, heads=(8, 8), head_dim=128, rows=None, view=lambda x: x, table=lambda f: f):
     """rows: of the batch in freqs; view: makes q and k out of contiguous tensors; table: another shape of freqs."""
-    base = [leaf(randn(batch, tokens, n, head_dim, dtype=dtype, device=device, seed=i)) for i, n in enumerate(heads)]
-    q, k = map(view, base)
+    q = view(torch.empty(batch, tokens, heads[0], head_dim))  # of which there is no more than the shape
     freqs = frequencies(batch if rows is None else rows, q.shape[1], q.shape[3] // 2, device)
-    results = ops.rotary_complex(q, k, table(freqs))
-    upstream = [randn(*r.shape, dtype=dtype, device=device, seed=4 + i) for i, r in enumerate(results)]
-    given = [t.detach().clone() for t in (*base, *upstream)]
-    torch.autograd.backward(results, upstream)
-    for i, name in enumerate("qk"):
-        x64 = exact(base[i])
-        y64 = rotary_complex_exact(view(x64), freqs.to(torch.complex128).cpu())
-        y64.backward(upstream[i].double().cpu())
-        assert results[i].dtype == dtype
-        assert_rows_close(results[i], y64, dtype, f"{name} rotated")
-        assert_rows_close(base[i].grad, x64.grad, dtype, f"d{name}")
-    assert all(map(torch.equal, given, (*base, *upstream))), "something of the caller's is overwritten"
+    run = lambda q, k, freqs: ops.rotary_complex(q, k, table(freqs))  # noqa: E731
+    formula = lambda x: rotary_complex_exact(x.transpose(1, 2), freqs.to(torch.complex128).cpu()).transpose(1, 2)  # noqa: E731
+    check(run, device, dtype, batch, tokens, heads, head_dim, 2, (freqs,), view, formula)
 
 
 CASES = (
@@ -55,13 +47,11 @@ CASES = (
 )
 KERNEL, OPERATION = "kernel_src/llama4_rope.py", "shared/ops/llama4_rope.py"
 MUTANTS = (
-    (KERNEL, "turn_heads", "pack(a * cos + b * sin", "pack(a * cos - b * sin", "bf16"),
-    (KERNEL, "turn_heads", "b * cos + a * sin", "b * cos - a * sin", "bf16"),
+    *generated(KERNEL, "bf16 or fp32", "join_float32 turn_heads"),
+    *generated("shared/ops/pair_rotary.py", "PyTorch", "rotate_pairs", kernels=False),
     (KERNEL, "split_float32", "word >> 32", "word >> 31", "bf16"),
-    (KERNEL, "join_float32", "b << 32", "b << 31", "fp32"),
     (KERNEL, "llama4_rope", "token % table.shape[0]", "0", "bf16"),
     (KERNEL, "llama4_rope", "group < ct.cdiv(k.shape[1], K_HEADS)", "group < 1", "many key heads"),
-    ("shared/ops/pair_rotary.py", "rotate_pairs", "freqs.conj_physical() if backward else freqs", "freqs", "PyTorch", False),
     (OPERATION, "_RotaryComplex.forward", "ctx.save_for_backward(table)", "ctx.save_for_backward(-table)", "bf16"),
     (OPERATION, "_RotaryComplex.backward", "*ctx.saved_tensors, True", "*ctx.saved_tensors, False", "bf16"),
 )

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.suite import Case, of_suite
 
 
@@ -30,7 +31,8 @@ def rotary_exact(x, cos, sin):
     return torch.cat((turned * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1), rest), -1)
 
 
-def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables, tables64, view):
+def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables, view, formula):
+    """Compares q and k, and their gradients, with formula(x), of [batch, heads, tokens, head_dim] in float64. run: of q, k and tables."""
     shape = lambda n: (batch, n, tokens, head_dim) if heads_dim == 1 else (batch, tokens, n, head_dim)  # noqa: E731
     base = [leaf(randn(*shape(n), dtype=dtype, device=device, seed=i)) for i, n in enumerate(heads)]
     results = run(*map(view, base), *tables)
@@ -40,7 +42,7 @@ def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables,
     for i, name in enumerate("qk"):
         x64 = exact(base[i])
         x = view(x64) if heads_dim == 1 else view(x64).transpose(1, 2)
-        y64 = rotary_exact(x, *tables64)
+        y64 = formula(x)
         y64 = y64 if heads_dim == 1 else y64.transpose(1, 2)
         y64.backward(upstream[i].double().cpu())
         assert results[i].dtype == dtype
@@ -61,7 +63,7 @@ def check_multimodal(
     wide = [torch.cat((t, t), -1) if narrow else t for t in tables]
     tables64 = [chosen_exact(t.double().cpu(), sections, interleaved) for t in wide]
     run = lambda q, k, cos, sin: ops.rotary_multimodal(q, k, cos, sin, sections, unsqueeze_dim, interleaved)  # noqa: E731
-    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, view)
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, view, lambda x: rotary_exact(x, *tables64))
 
 
 def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=80, rotary_dim=32, rows=None, unsqueeze_dim=1,
@@ -70,7 +72,8 @@ def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=
     tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
     tables64 = [t.double().cpu() for t in tables]
     run = lambda q, k, cos, sin: ops.partial_rotary(q, k, table(cos), table(sin), None, unsqueeze_dim)  # noqa: E731
-    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, lambda x: x)
+    formula = lambda x: rotary_exact(x, *tables64)  # noqa: E731
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, lambda x: x, formula)
 
 
 MULTIMODAL_CASES = (
@@ -101,9 +104,9 @@ PARTIAL_CASES = (
 )
 KERNEL, OPERATION = "kernel_src/mrope.py", "shared/ops/mrope.py"
 MUTANTS = (
-    (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
-    (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
-    (KERNEL, "part_of", "third == 1", "third == 0", "interleaved"),
+    *generated(KERNEL, "multimodal or interleaved", "mrope part_of"),
+    *generated("shared/ops/part_rotary.py", "PyTorch", "part_rotary_reference", kernels=False),
+    *generated(OPERATION, "multimodal", "_MRoPE.backward _MRoPE.forward"),
     (KERNEL, "pick", "(part, rows, cols)", "(part % 2, rows, cols)", "odd"),
     (KERNEL, "mrope_pick", "cols - half", "cols", "odd"),
     (KERNEL, "mrope_pick", "cos.shape[1] - 1", "cos.shape[1]", "odd"),
@@ -118,21 +121,15 @@ MUTANTS = (
     (KERNEL, "read_head", "ct.maximum(head - q.shape[1], 0)", "ct.maximum(head - q.shape[1], 1)", "multimodal"),
     (KERNEL, "write_head", "head >= q.shape[1]", "head > q.shape[1]", "multimodal"),
     (KERNEL, "mrope", "token % cos.shape[0]", "0", "multimodal"),
-    (KERNEL, "mrope", "place - token * heads", "place", "multimodal"),
-    (KERNEL, "mrope", "q.shape[0] * heads - 1", "q.shape[0] * heads", "multimodal"),
     (KERNEL, "mrope", "read(sin, (row, second))", "read(sin, (row, first))", "multimodal"),
     (KERNEL, "mrope_any", "cos.shape[1] - half", "0", "odd"),
     (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
     (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
-    ("shared/ops/part_rotary.py", "part_rotary_reference", "rotary_backward_reference if backward",
-     "rotary_reference if backward", "PyTorch", False),
     (OPERATION, "pick_reference", "_chosen(sin,", "_chosen(cos,", "PyTorch", False),
     (OPERATION, "_pick", "int(interleaved)", "0", "interleaved"),
     (OPERATION, "_pick", "half | time | height", "half", "odd"),
     (OPERATION, "_pick", "not interleaved and ", "", "interleaved eights"),
-    (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
-    (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
 )
 CHECKS = of_suite({
     "multimodal": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16),

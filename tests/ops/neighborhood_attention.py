@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import Case, check_incoming_gradient, of_suite
+from tests.ops.generated import generated
+from tests.ops.suite import Case, of_suite
 
 
 def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
@@ -69,14 +70,9 @@ CASES = (
 )
 KERNEL, OPERATION = "kernel_src/neighborhood_attention.py", "shared/ops/neighborhood_attention.py"
 MUTANTS = (
+    *generated(KERNEL, "once", "neighborhood_forward seen tile_of"),
+    *generated(OPERATION, "once", "_NeighborhoodAttention.backward _NeighborhoodAttention.forward"),
     (KERNEL, "tile_of", "ct.bid(2) % dilation", "0", "once"),
-    (KERNEL, "tile_of", "ct.bid(0) * M", "0", "once"),
-    (KERNEL, "seen", "keys >= queries - left", "keys > queries - left", "once"),
-    (KERNEL, "seen", "keys <= queries + right", "keys < queries + right", "once"),
-    (KERNEL, "seen", "(keys >= 0)", "(keys >= -1)", "once"),
-    (KERNEL, "neighborhood_forward", "high + ct.log2(total)", "high", "once"),
-    (KERNEL, "neighborhood_forward", "M = N - left - right", "M = N - left", "once"),
-    (KERNEL, "neighborhood_forward", "ct.minimum(first + M, count)", "ct.minimum(first + M - 1, count)", "once"),
     (KERNEL, "neighborhood_backward", "first - halo", "first", "once"),
     (KERNEL, "neighborhood_backward", "(places < first) | ", "", "once"),
     (KERNEL, "neighborhood_backward", "keepdims=True), theirs)", "keepdims=True), 0.0)", "once"),
@@ -99,8 +95,6 @@ MUTANTS = (
     (OPERATION, "neighborhood_attention", "0 if causal else left", "left", "causal"),
     (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch", False),
     (OPERATION, "neighborhood_attention", "min(dilation, tokens)", "dilation", "far"),
-    (OPERATION, "_NeighborhoodAttention.forward", "save_for_backward(q, k, v, out, lse)", "save_for_backward(q, k, out, v, lse)", "once"),
-    (OPERATION, "_NeighborhoodAttention.backward", "q, k, v, out, dout, lse, *ctx.band)", "q, k, v, dout, out, lse, *ctx.band)", "once"),
 )
 CHECKS = of_suite({
     "once": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, (1, 2, 83, 16), dilation=2),
@@ -122,12 +116,6 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-CHECKS |= of_suite({"turned": check_incoming_gradient("neighborhood_attention")})
-MUTANTS += (
-    ("shared/ops/neighborhood_attention.py", "_backward", "_fits(q, k, v, dilation, dout)", "_fits(q, k, v, dilation)", "turned"),
-)
-
-
 def apart(x):
     """Lays the numbers out with batch rows that begin 800 elements apart."""
     flat = x.flatten(1)

@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, exact, leaf, randn
 from tests.ops.decoder_nodes import gradient_like, lay_side_by_side, part_of
+from tests.ops.generated import generated
 from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
@@ -176,6 +177,10 @@ CHECKS = {
 PROJECTIONS, NODES, STEPS = "shared/decoder/projections.py", "shared/decoder/nodes.py", "shared/decoder/steps.py"
 MLP_STEPS = "shared/decoder/mlp_steps.py"
 MUTANTS = [
+    *generated(PROJECTIONS, "projected_mlp or projected_inputs or projected_mlp_packed",
+               "Projections._of_adapter Projections._products of_second_half"),
+    *generated(NODES, "projected_mlp", "stream_of"),
+    *generated(MLP_STEPS, "projected_mlp_tiles", "Sums.found tiles_of"),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._round_adapters",
          ("copies.add([b for", "copies.add([2 * b for"),
          ("copies.add(rows,", "copies.add([2 * row for row in rows],")),
@@ -189,9 +194,7 @@ MUTANTS = [
          ("if bias is not None", "if False")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._products",
          ("_affine(x, self.whole, self._bias", "_affine(-x, self.whole, self._bias", "projected_inputs_packed"),
-         ("self._weight(0).t(), onto)", "self._weight(0).t())", "projected_mlp"),
-         ("result.add_(biases[0].to(dtype))", "result", "projected_mlp_biases"),
-         ("None if b is None else b.to(dtype)", "None", "projected_inputs_biases")),
+         ("self._weight(0).t(), onto)", "self._weight(0).t())", "projected_mlp")),
     *errors_in(PROJECTIONS, "projected_inputs_biases_packed", "Projections._bias", ("return _joined(", "return -_joined(")),
     *errors_in(PROJECTIONS, "projected_inputs_biases", "_column_sum", ("total if", "2 * total if")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._low",
@@ -221,8 +224,7 @@ MUTANTS = [
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._of_adapter",
          ("_product(grad.t(), self.low[:, span], dtypes.b)", "_product(-grad.t(), self.low[:, span], dtypes.b)"),
          ("a=both[0], b=both[1]", "a=-both[0], b=both[1]", "projected_inputs_eights_packed"),
-         (" and not self.group.dropouts[i]:", ":", "projected_inputs_eights_dropout"),
-         (" * self.group.scalings[i]", "")),
+         (" and not self.group.dropouts[i]:", ":", "projected_inputs_eights_dropout")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._set_gradients_of_a",
          ("_product(dlow[:, group.spans[i]].t(), dropped", "_product(dlow[:, group.spans[i]].t(), 2 * dropped"),
          ("if group.dropouts[i] else y", "if False else y", "projected_inputs_dropout")),
@@ -242,7 +244,6 @@ MUTANTS = [
          ("(dq, dk, dv, dstream), needs", "(dq, dk, dv, 0 * dstream), needs"),
          ("saved.made, given.whole)", "saved.made, -given.whole)", "projected_inputs_packed"),
          ("shaped(found.x, tensors.x)", "shaped(-found.x, tensors.x)", "projected_inputs_packed")),
-    *errors_in(PROJECTIONS, "projected_mlp_packed", "of_second_half", ("whole if i", "-whole if i")),
     *errors_in(PROJECTIONS, "projected_mlp_packed", "of_second_half_loaded", ("whole if i", "-whole if i")),
     *errors_in(NODES, "projected_mlp_attended", "_mlp_gradients",
          ("shaped(gradients.x, dout)", "shaped(-gradients.x, dout)"),
@@ -253,7 +254,6 @@ MUTANTS = [
          ("made=all_made(found)", "made=all_made(found), rstd=2 * saved.rstd"),
          ("made=all_made(found)", "made=all_made(found), gate=saved.up, up=saved.gate"),
          ("attended is None else saved.total", "attended is None else 2 * saved.total", "projected_mlp_attended")),
-    *errors_in(NODES, "projected_mlp", "stream_of", ("return given.tensors.x.reshape", "return 2 * given.tensors.x.reshape")),
     *errors_in(STEPS, "projected_inputs", "inputs_forward",
          ("norm_forward(spec.norm, x, norm, group",
           "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast")),
@@ -273,7 +273,6 @@ MUTANTS = [
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
     *errors_in(MLP_STEPS, "projected_mlp_frozen", "_inner_backward",
          ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)")),
-    *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiles_of", ("min(start + tile, tokens)", "min(start + tile, tokens - 1)")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_hidden_of",
          ("gate, up = _gate_and_up", "up, gate = _gate_and_up"),
          ("groups.down.begin(hidden)", "groups.down.begin(2 * hidden)", "projected_mlp_tiles_packed")),
@@ -283,7 +282,6 @@ MUTANTS = [
          ("groups, y[rows])", "groups, y[: rows.stop - rows.start])"),
          ("onto=total[rows] if adds else None", "onto=None", "projected_mlp_tiles_packed")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "Sums.add", ("total.add_(part)", "pass")),
-    *errors_in(MLP_STEPS, "projected_mlp_tiles", "Sums.found", ("t.to(dtype)", "(2 * t).to(dtype)")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_tiled_backward",
          ("dbranch[rows], always", "dbranch[: rows.stop - rows.start], always"),
          ("dy[rows] = part", "dy[rows] = 0 * part"),

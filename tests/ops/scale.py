@@ -3,6 +3,7 @@
 import torch
 
 from tests.ops.common import CPU, FP32, errors_in, leaf, never_refused, on_cpu, randn
+from tests.ops.generated import generated
 from tests.ops.linear_cross_entropy import check_linear_cross_entropy
 
 
@@ -23,14 +24,9 @@ CHECKS = {
     "scale_odd": on_cpu(check_linear_cross_entropy, FP32, 5, 31, 1101, upstream=0.25),
 }
 MUTANTS = [
-    *errors_in("kernel_src/scale.py", "scale", "scale_in_place",
-         ("v * f", "v"),
-         ("f != 1.0", "f == 1.0"),
-         ("ct.num_blocks(0)", "2 * ct.num_blocks(0)"),
-         ("i * TILE + ct", "ct"),
-         ("x.dtype), check_bounds=True", "x.dtype), check_bounds=False", "scale_odd")),
-    *errors_in("shared/ops/linear_head.py", "scale_at_an_odd_address", "multiply",
-         ("_scale_kernel(flat", "Kernel(*_scale_kernel.names, grid=_scale_kernel.grid)(flat")),
+    *generated("kernel_src/scale.py", "scale", "scale_in_place"),
+    *generated("shared/ops/linear_head.py", "scale_at_an_odd_address", "multiply"),
+    *errors_in("kernel_src/scale.py", "scale", "scale_in_place", ("f != 1.0", "f == 1.0"), ("ct.num_blocks(0)", "2 * ct.num_blocks(0)")),
 ]  # fmt: skip
 
 

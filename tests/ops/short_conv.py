@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import conv1d, pad, silu
 
 from tests.ops.common import BF16, FLOATS, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
+from tests.ops.generated import generated
 
 
 def module_of(package):
@@ -99,18 +100,13 @@ CHECKS = {
 }
 KERNELS = "kernel_src/short_conv.py"
 MUTANTS = (
+    *generated(KERNELS, "documents or long", "backward_step forward_step"),
+    *generated("shared/ops/short_conv.py", "documents", "_ShortConv.backward _ShortConv.forward"),
     *errors_in(KERNELS, "documents", "counts_of", ("least == 3", "least >= 0")),
     *errors_in(KERNELS, "documents", "before_walk", ("count >= 2, x2", "count >= 1, x2"), ("start - 3", "start - 2")),
     *errors_in(KERNELS, "documents", "walk_of", ("(group + 1) * span", "(group + 2) * span")),
-    *errors_in(KERNELS, "documents", "forward_step", ("counts[j] > 0", "counts[j] >= 0"), ("w0 * x3", "w0 * x2")),
-    *errors_in(KERNELS, "documents", "backward_step", ("(1.0 + p *", "(1.0 - p *"), ("sum3 + d * x0", "sum3 + d * x1")),
-    *errors_in(KERNELS, "documents", "backward_step", ("count >= 3, dx3", "count >= 0, dx3"), ("t < end, d", "t <= end, d")),
-    *errors_in(KERNELS, "documents", "backward_step", ("count > 0, x2", "count >= 0, x2"), ("t - 3 < end", "t < end")),
     *errors_in(KERNELS, "documents", "short_conv_backward", ("inside & (i > 0)", "inside")),
     *errors_in(KERNELS, "long", "short_conv_backward", ("t + STEP <= end", "t <= end")),
-    *errors_in(KERNELS, "long", "backward_step", ("dx3 + w0 * d, dx2 + w1 * d", "dx3 + w1 * d, dx2 + w0 * d")),
-    *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
-    *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )
 
 

@@ -7,6 +7,7 @@ import torch
 from tests.ops.common import BF16, FP32, errors_in, exact, leaf, on_cpu, randn
 from tests.ops.decoder_nodes import lay_side_by_side
 from tests.ops.experts import experts_exact
+from tests.ops.generated import generated
 from tests.ops.projected_nodes import projected, projections_of
 from tests.ops.rms_norm import rms_norm_exact
 from tests.tolerances import assert_close
@@ -221,13 +222,9 @@ CHECKS = {
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
-    *errors_in("shared/decoder/router.py", "norm_experts", "choose_experts",
-         ("scores = scores / kind.sum_of(scores)", "pass"),
-         ("if normalised:", "if True:", "norm_experts_plain")),
-    *errors_in("shared/decoder/router.py", "norm_experts", "router_backward",
-         ("of_scores - scores * total", "of_scores"),
-         ("mul_(-total)", "mul_(0 * total)", "norm_experts_plain"),
-         ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
+    *generated("shared/decoder/router.py", "norm_experts_scores or norm_experts", "choose_experts router_backward"),
+    *generated("shared/decoder/shared_expert.py", "norm_experts_shared", "SharedNeeds.reads_input"),
+    *errors_in("shared/decoder/router.py", "norm_experts", "choose_experts", ("if normalised:", "if True:", "norm_experts_plain")),
     *errors_in("shared/decoder/router.py", "norm_experts_scores", "Scores.sum_of",
          ("total + self.eps", "total"),
          (".clamp(min=self.least)", "")),
@@ -235,15 +232,7 @@ MUTANTS = [
          ("topk(self.best, -1)", "topk(1, -1)"),
          ("scatter_(1, of_groups", "scatter_(1, -of_groups"),
          ("if self.chosen == self.groups", "if True")),
-    *errors_in("shared/decoder/router.py", "norm_experts_scores", "choose_experts",
-         ("of_all + correction", "of_all"),
-         ("if ranked is not of_all:", "if False:"),
-         ("scores * kind.factor", "scores")),
-    *errors_in("shared/decoder/router.py", "norm_experts_scores", "router_backward",
-         ("dscores * kind.factor", "dscores"),
-         ("dscores - torch.where(total > kind.least, within, 0.0)", "dscores"),
-         ("torch.where(total > kind.least, within, 0.0)", "within"),
-         ("of_scores * (1 - scores)", "of_scores")),
+    *errors_in("shared/decoder/router.py", "norm_experts_scores", "choose_experts", ("if ranked is not of_all:", "if False:")),
     *errors_in("shared/decoder/sparse.py", "norm_experts_scores", "_gradients",
          ("dy.add_(torch.mm(dlogits, tensors.router.to(dtype)))", "dy")),
     *errors_in("shared/decoder/shared_expert.py", "norm_experts_ungated", "_gate_backward",
@@ -293,9 +282,6 @@ MUTANTS = [
          ("dy += dshared.y", "pass"),
          ("and need_shared.reads_input()", "and False"),
          ("gate_and_up(y, inner", "gate_and_up(0 * y, inner")),
-    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "SharedNeeds.reads_input",
-         ("self.gate or any(", "any("),
-         ("each.weight or each.a", "each.weight")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_backward",
          ("o.input_gradient((branch,), dlow)", "o.input_gradient((branch,), None)"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),

@@ -5,6 +5,8 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.generated import generated
+from tests.ops.softmax import check_nothing
 from tests.ops.suite import Case, of_suite
 
 SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 5008), (2, 8192), (2, 10000), (2, 16400),
@@ -79,16 +81,6 @@ def check_sparsemax_nan(ops, device, dtype, columns):
     assert y[0].isnan().any() and not y[1].isnan().any()
 
 
-def check_sparsemax_empty(ops, device, dtype):
-    for shape in ((0, 5), (3, 0), (0,)):
-        x = leaf(torch.empty(shape, dtype=dtype, device=device))
-        y = ops.sparsemax(x)
-        assert y.shape == shape
-        y.sum().backward()
-        assert x.grad.shape == shape
-    assert ops.sparsemax(torch.tensor(3.0, dtype=dtype, device=device)) == 1
-
-
 CHECKS = of_suite({
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
@@ -115,41 +107,26 @@ def check_sparsemax_fp16(ops, device, columns=64):
 
 _KERNELS, _OPERATION, _ROWS = "kernel_src/sparsemax.py", "shared/ops/sparsemax.py", "shared/ops/softmax.py"
 MUTANTS = (
-    (_KERNELS, "support", "size * v + 1.0 > total", "size * v + 1.0 >= total", "sparsemax_ties"),
-    (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),
+    *generated(_KERNELS, "sparsemax_held or sparsemax_long or sparsemax or sparsemax_ties or sparsemax_row_hard or "
+               "sparsemax_row or sparsemax_hard_long",
+               "bit count_elements count_places held_difference ones sparsemax_apply sparsemax_backward sparsemax_maxima "
+               "sparsemax_row_backward support"),
     (_KERNELS, "probability", "(total - 1.0)", "total", "sparsemax"),
     (_KERNELS, "probability", "ct.where(ct.isnan(v), v, 0.0)", "0.0", "sparsemax_nan"),
     (_KERNELS, "sparsemax_forward", "v = v - ct.max(v, 1, keepdims=True)", "v = v", "sparsemax_hard"),
     (_KERNELS, "sparsemax_forward", "shrinks = ct.max(ct.where(smaller, 1, 0)) > 0", "shrinks = False", "sparsemax"),
     (_KERNELS, "sparsemax_forward", "ct.max(ct.where(smaller, 1, 0)) > 0", "ct.min(ct.where(smaller, 1, 0)) > 0", "sparsemax"),
-    (_KERNELS, "sparsemax_backward", "d - mean", "d", "sparsemax"),
-    (_KERNELS, "sparsemax_backward", "ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True)", "ct.sum(d, 1, keepdims=True)", "sparsemax"),
     (_KERNELS, "count_held", "count = count +", "count =", "sparsemax_held"),
-    (_KERNELS, "held_difference", ") - m", ")", "sparsemax_row_hard"),
     (_KERNELS, "sparsemax_row_forward", "count_places(top, n, s, TILE)\n        shrinks = fewer < n",
      "count_places(top, n, s, TILE)\n        shrinks = False", "sparsemax_row"),
     (_KERNELS, "sparsemax_row_forward", "count_held(tiles, m, n, s, TILE, TILES)\n            shrinks = fewer < n",
      "count_held(tiles, m, n, s, TILE, TILES)\n            shrinks = False", "sparsemax_held_dense"),
     (_KERNELS, "sparsemax_row_forward", "count_places(top, 1.0, 0.0, TILE)", "count_places(top, 2.0, 0.0, TILE)", "sparsemax_row_hard"),
     (_KERNELS, "sparsemax_row_forward", "        n, s = count_held(tiles, m, n, s, TILE, TILES)\n", "", "sparsemax_held_dense"),
-    (_KERNELS, "count_places", "ct.where(inside, v, 0.0)", "v", "sparsemax_row"),
-    (_KERNELS, "ones", "(bits & 0xFF) + (bits >> 8)", "bits & 0xFF", "sparsemax_held"),
-    (_KERNELS, "ones", "(bits & 0x5555) + ((bits >> 1) & 0x5555)", "bits & 0x5555", "sparsemax_held_ties"),
-    (_KERNELS, "sparsemax_row_backward", "bits | ct.where", "ct.where", "sparsemax_held_ties"),
-    (_KERNELS, "sparsemax_row_backward", "ct.where(bit(bits, first + i), d, 0.0)", "d", "sparsemax_held"),
-    (_KERNELS, "sparsemax_row_backward", "amount = amount +", "amount =", "sparsemax_held_ties"),
-    (_KERNELS, "sparsemax_row_backward", "- mean", "", "sparsemax_held"),
     (_KERNELS, "sparsemax_row_backward", "ct.zeros((TILE,), dtype=ct.float32))\n", "ct.ones((TILE,), dtype=ct.float32))\n",
      "sparsemax_held"),
-    (_KERNELS, "bit", "bits >> i", "bits", "sparsemax_held"),
-    (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
-    (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "count_maxima", "ct.where(inside, 1.0, 0.0)", "ct.where(inside, 2.0, 0.0)", "sparsemax_hard_long"),
-    (_KERNELS, "count_elements", "j * WIDTH", "j", "sparsemax_long"),
-    (_KERNELS, "count_elements", "chunks // WIDTH * (CHUNK * WIDTH)", "chunks // WIDTH", "sparsemax_long"),
-    (_KERNELS, "count_elements", "amount = amount +", "amount =", "sparsemax_hard_long"),
-    (_KERNELS, "sparsemax_apply", "- ct.gather(top, row, check_bounds=False)", "", "sparsemax_long"),
     (_KERNELS, "sparsemax_sums", "ct.where(inside, read(dy, (row, cols), 0), 0.0)", "read(dy, (row, cols), 0)", "sparsemax_long"),
     (_KERNELS, "sparsemax_gradient", "- mean", "", "sparsemax_long"),
     (_ROWS, "FunctionOfRows.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
@@ -171,7 +148,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"sparsemax, ties {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 300)
         for columns in (9000, 9001, 17008):
             yield f"sparsemax, ties in long rows {dtype} {columns}", partial(check_sparsemax_ties, ops, device, dtype, columns, 2)
-        yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)
+        yield f"sparsemax of nothing {dtype}", partial(check_nothing, ops.sparsemax, device, dtype)
     if torch.float16 in dtypes:
         for columns in (64, 9000, 17008):
             yield f"sparsemax, the smallest number {columns}", partial(check_sparsemax_fp16, ops, device, columns)

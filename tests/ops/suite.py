@@ -108,6 +108,17 @@ def of_suite(checks: dict) -> dict:
     return {name: lambda package, check=check: check(suite(package)) for name, check in checks.items()}
 
 
+def check_all_cases(ops, name: str, device, dtype) -> None:
+    """Raises AssertionError with what each case of a file here says that fails in a dtype. ops: of `suite`."""
+    failures = []
+    for case, check in module_of(name).all_cases(ops, device, (dtype,)):
+        try:
+            check()
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
 # ---------------------------------------------------------------- samples
 def sample(ops, name: str, device, dtype=BF16) -> tuple:
     """(function, the tensors that it takes and is differentiated in) of an operation with a sample. ops: of `suite`."""
@@ -120,18 +131,3 @@ def run(call, leaves) -> tuple:
     """The result and the gradients."""
     result = call(*leaves)
     return (result, *torch.autograd.grad(result, leaves, torch.ones_like(result)))
-
-
-def check_incoming_gradient(name):
-    """A check that memory may hold an incoming gradient with the other sign: an address does not tell."""
-
-    def check(ops):
-        call, leaves = sample(ops, name, "cpu", FP32)
-        result = call(*leaves)
-        upstream = randn(*result.shape, dtype=FP32, device="cpu", seed=7)
-        wanted = torch.autograd.grad(result, leaves, upstream, retain_graph=True)
-        found = torch.autograd.grad(result, leaves, torch._neg_view(-upstream))
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-    return check

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.gated_activation import gated_exact
+from tests.ops.generated import generated
 from tests.ops.suite import Case, of_suite
 
 NAMES = ("x", "gate", "up", "down")
@@ -98,11 +99,7 @@ NEEDS = tuple(tuple(i != j for j in range(4)) for i in range(4)) + ((False, True
 
 OPERATION = "shared/ops/tiled_mlp.py"
 MUTANTS = (
-    (OPERATION, "_shards", "min(start + length, tokens)", "start + 1", "shards"),
-    (OPERATION, "_length", "min(tokens, hidden) if trains", "0 if trains", "lengths"),
-    (OPERATION, "_length", "max(1, length,", "max(1, hidden,", "lengths"),
-    (OPERATION, "_length", "if shards else hidden", "if shards else tokens", "lengths"),
-    (OPERATION, "_add_product", "total.addmm_(a, b)", "torch.mm(a, b)", "shards"),
+    *generated(OPERATION, "shards or lengths", "_add_product _length _shards"),
     (OPERATION, "_backward", "dgate.t(), x[part]", "dup.t(), x[part]", "shards"),
     (OPERATION, "_backward", ".addmm_(dup, up_weight)", "", "shards"),
     (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),

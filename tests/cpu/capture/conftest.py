@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from tests.capturing import QWEN3, Pool, Rerun, id_of
+from tests.capturing import QWEN3, Rerun, id_of, stand_in
 from tests.decoder_families import TRAINED, Trained, tiny
 from tests.models import tiny_gpt_oss, tiny_qwen3_5
 
@@ -36,12 +36,10 @@ def package(family, monkeypatch, request):
     """The package that serves the family, with graphs on the CPU."""
     name, together = family
     loaded = request.getfixturevalue(CAPTURED[name].package)
-    module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture.capture")
+    module = stand_in(loaded, monkeypatch)
     monkeypatch.setattr(importlib.import_module(f"{loaded.__name__}.shared.hf.capture.captured_passes"), "TOGETHER", together)
     monkeypatch.setattr(module, "memory_of", lambda device: 4)
     monkeypatch.setattr(Rerun, "together", together)
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
     Rerun.replays = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

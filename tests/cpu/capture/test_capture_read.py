@@ -1,10 +1,9 @@
 """Layers without a row are captured where all of them are fused, and else refused with the reason."""
 
-import importlib
 
 import pytest
 
-from tests.capturing import Pool, Rerun, captured, compare
+from tests.capturing import Rerun, captured, compare, stand_in
 from tests.cpu.test_frames import LAYER_NORMS, LAYERS, NORMS, ONE_BY_ONE, SECOND
 from tests.cpu.test_recognised import LAYER, all_of, assert_same, fused
 from tests.own_file import load_mine, source_of_other
@@ -17,9 +16,7 @@ def mine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(decoders, monkeypatch):
-    module = importlib.import_module(f"{decoders.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(decoders, monkeypatch)
     monkeypatch.setattr(Rerun, "together", 2)
     return decoders
 

@@ -1,13 +1,12 @@
 """The layers of types without a row: one tiny model for each way in which a layer is put together, beside transformers' own."""
 
 import copy
-import importlib
 
 import pytest
 import torch
 
 from tests.any_model import VOCABULARY, tiny_of
-from tests.capturing import Pool, Rerun, captured, compare
+from tests.capturing import Rerun, captured, compare, stand_in
 from tests.models import Step
 from tests.tolerances import relative_error
 from tools.family_loss import names_of
@@ -169,9 +168,7 @@ def test_experts_in_half_precision_are_as_exact_as_before(bastile, kind):
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_layers_with_experts_that_are_read_are_captured(bastile, monkeypatch, kind):
-    module = importlib.import_module(f"{bastile.__name__}.shared.hf.capture.capture")
-    monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(module, "can_record", lambda device: True)
+    stand_in(bastile, monkeypatch)
     monkeypatch.setattr(Rerun, "together", 2)
     model, plain = captured(bastile, tiny_model_of(kind))
     graphs = 4 if kind == "flint" else 2  # whose layers are of two kinds
