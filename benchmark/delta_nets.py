@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from . import models
 from .operation import Case, Operation
-from .suites import QWEN3_5
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,6 @@ class DeltaNet:
 
 
 SIZES = {"qwen3.5_9b": DeltaNet(16, 32, 128), "qwen3.5_27b": DeltaNet(16, 48, 128), "qwen3.5_tiny": DeltaNet(1, 2, 16)}
-
-
-def measured(gpu: bool) -> DeltaNet:
-    """Return the one that `kernels benchmark` runs."""
-    return SIZES[QWEN3_5.model if gpu else "qwen3.5_tiny"]
 
 
 def model_of(operation: Operation, args) -> str:

@@ -1,8 +1,10 @@
 """What `kernels benchmark` runs: it loads every benchmark*.py by its path, and in it the classes of `Benchmark`."""
 
+from argparse import Namespace
+
 import torch
 
-from . import models, providers
+from . import providers
 from .operation import Operation, Random, as_tuple, timed_call
 from .providers import NotInstalled
 
@@ -27,8 +29,11 @@ class OperationBenchmark(Benchmark):
     operation: Operation
 
     def shape(self, gpu: bool) -> tuple:
-        """Return what `Operation.inputs` takes before `random`, on a GPU or a CPU."""
-        return models.size(self.operation.suite.model if gpu else "qwen3_tiny"), 4096 if gpu else 32
+        """Return what `Operation.inputs` takes before `random`, on a GPU or a CPU: of the first case of the operation's first sweep."""
+        operation = self.operation
+        model, tokens = (operation.suite.model, 4096) if gpu else (operation.suite.tiny, 32)
+        args = Namespace(sweep_mode=next(iter(operation.sweeps)), model=model, models=(model,), tokens=(tokens,), bt=tokens)
+        return operation.cases(args)[0].arguments
 
     def setup(self) -> None:
         """Draw inputs, and take the function of the package that the command loaded, or of the operation's own where that has none."""

@@ -2,8 +2,8 @@
 
     RMS_NORM = Operation(name="rms_norm", title="RMSNorm", suite=QWEN3, inputs=..., formula=..., peers=..., work=...)
 
-A file benchmark_<operation>.py that holds such a declaration is all that a new operation needs: registry.py finds it, and the command
-line, the CSV files, the tables and the plots take everything from it.
+Such a declaration, in a file operations_*.py or benchmark_<operation>.py, is all that a new operation needs: registry.py finds it, and the
+command line, the CSV files, the tables and the plots take everything from it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the files benchmark_*.py of this folder declare: operations, and tables of their own."""
+"""What the files of this folder declare: operations, and tables of their own."""
 
 import functools
 import importlib
@@ -12,9 +12,11 @@ from .suites import SUITES, Suite
 
 @functools.cache
 def modules() -> list[ModuleType]:
-    """Return the benchmarks' modules."""
-    paths = sorted(Path(__file__).absolute().parent.glob("benchmark_*.py"))
-    return [importlib.import_module(f".{path.stem}", __package__) for path in paths]
+    """Return those that declare something: operations_*.py, and each benchmark_*.py that is no link to one_operation.py."""
+    folder = Path(__file__).absolute().parent
+    shared = (folder / "one_operation.py").read_bytes()
+    paths = [*folder.glob("operations_*.py"), *folder.glob("benchmark_*.py")]
+    return [importlib.import_module(f".{path.stem}", __package__) for path in sorted(paths) if path.read_bytes() != shared]
 
 
 @functools.cache

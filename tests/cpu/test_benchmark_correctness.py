@@ -9,13 +9,13 @@ import torch
 
 from benchmark import (
     benchmark_experts,
-    benchmark_gated_rms_norm,
     benchmark_linear_cross_entropy,
     benchmark_swiglu,
     correctness,
     delta_nets,
     eager,
     models,
+    operations_delta_nets,
     published,
 )
 from benchmark.correctness import relative_error
@@ -66,7 +66,7 @@ def test_the_gated_norm_of_the_benchmark_is_transformers():
     x, gate, weight = torch.randn(9, 16).bfloat16(), torch.randn(9, 16).bfloat16(), torch.randn(16).bfloat16()
     norm = Qwen3_5RMSNormGated(16, eager.EPS)
     norm.weight = torch.nn.Parameter(weight)
-    assert torch.equal(norm(x, gate), benchmark_gated_rms_norm.formula(x, gate, weight))
+    assert torch.equal(norm(x, gate), operations_delta_nets.gated_rms_norm(x, gate, weight))
 
 
 def test_the_pytorch_code_of_a_delta_net_is_had_without_loading_anything_twice():

@@ -1,0 +1,142 @@
+"""Liger's losses over a vocabulary: cross entropy, divergences of two distributions, and losses of a head's output from the hidden states.
+
+Of cross entropy a seventh of the labels do not count. Two passes are the least that any form needs: one reads the logits, one writes their
+gradient. A form that leaves the logits alone and makes the gradient in the backward pass reads them twice.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from . import eager
+from .benchmark_linear_cross_entropy import inputs, loss_only, reference
+from .eager import to_float32
+from .floors import product_calls
+from .liger_operations import declare
+from .operation import Inputs, Limit, Operation, Work, bytes_moved
+
+IGNORED = -100
+TWICE = 2 / 3  # of the floor: what a form that reads the logits twice can reach
+
+
+def logits_and_target(size, tokens, random) -> Inputs:
+    target = random.integers(size.vocab, tokens)
+    target[::7] = IGNORED
+    return Inputs((random.normal(tokens, size.vocab),), others=(target,))
+
+
+def cross_entropy_of_liger(function):
+    return lambda x, target: function(x, target, None, IGNORED, 0.0, 0.0, "mean", None, False, False, False)[0]
+
+
+CROSS_ENTROPY = declare(
+    "cross_entropy", "cross entropy", 20, "LigerCrossEntropyFunction", x="V",
+    outputs=("loss",), gradients=("dx",),
+    inputs=logits_and_target,
+    formula=lambda x, target: F.cross_entropy(to_float32(x), target),
+    call_theirs=cross_entropy_of_liger,
+    work=bytes_moved(1, 1),  # x; dx
+    limits=(
+        Limit(8192, 0.92 * TWICE, liger=1.2),
+        Limit(4096, 0.92 * TWICE, liger=1.2, dtype="fp32"),
+        Limit(1024, 0.92 * TWICE, {"vocab": 151936}, liger=1.2),
+    ),
+)
+
+
+def distributions(size, tokens, random, student: Callable, teacher: Callable) -> Inputs:
+    """Draw two distributions over the vocabulary. student, teacher: softmax or log_softmax, as the function takes them."""
+    x, y = (random.normal(tokens, size.vocab).float() for _ in range(2))
+    return Inputs((student(x, -1).to(random.dtype),), others=(teacher(y, -1).to(random.dtype),))
+
+
+def divergence(name: str, title: str, position: int, theirs: str, student: Callable, teacher: Callable, **declared) -> Operation:
+    """Return the operation. Liger's script differentiates through the student's softmax, and has logits in fp32."""
+    convention = {"name": name, "dtype": "fp32", "before": lambda x: student(x, -1)}
+    return declare(
+        name, title, position, theirs, x="BT", convention=convention,
+        outputs=("loss",), gradients=("dx",),
+        inputs=partial(distributions, student=student, teacher=teacher),
+        work=bytes_moved(2, 1),  # x, y; dx
+        **declared,
+    )
+
+
+KL_DIV = divergence(
+    "kl_div", "KL divergence", 22, "LigerKLDivLossFunction", F.log_softmax, F.softmax,
+    formula=lambda x, y: F.kl_div(to_float32(x), to_float32(y), reduction="batchmean"),
+    call=lambda function: lambda x, y: function(x, y, "batchmean"), call_theirs=lambda function: function,
+    limits=(Limit(4096, 0.88, peer=1.15, dtype="fp32"), Limit(2048, 0.85, {"vocab": 151936}, liger=2.1)),
+)
+
+
+def jsd(x, y):
+    x, y = to_float32(x), to_float32(y)
+    log_m = torch.log((x.exp() + y.exp()) / 2)
+    return (y.exp() * (y - log_m) + x.exp() * (x - log_m)).sum() / (2 * x.shape[0])
+
+
+JSD = divergence(
+    "jsd", "JSD", 23, "LigerJSDFunction", F.log_softmax, F.log_softmax,
+    formula=jsd,
+    limits=(Limit(4096, 0.88, peer=1.4, dtype="fp32"), Limit(2048, 0.75, {"vocab": 151936}, liger=3.5)),
+)
+TVD = divergence(
+    "tvd", "TVD", 24, "LigerTVDLossFunction", F.softmax, F.softmax,
+    formula=lambda x, y: (to_float32(x) - to_float32(y)).abs().sum() / (2 * x.shape[0]),
+    limits=(Limit(4096, 0.88, peer=1.1, dtype="fp32"), Limit(2048, 0.85, {"vocab": 151936}, liger=1.4)),
+)
+
+
+def products(inputs: Inputs, mode: str, heads: int) -> list[tuple[int, int, int]]:
+    """Return the (m, n, k) of the matrix products: the logits of each head, dhidden and dweight."""
+    (tokens, hidden), vocab = inputs.leaves[0].shape, inputs.leaves[1].shape[0]
+    back = [(tokens, hidden, vocab), (vocab, hidden, tokens)]
+    return {"forward": [], "backward": back}.get(mode, back) + ([(tokens, vocab, hidden)] * heads if mode != "backward" else [])
+
+
+def of_hidden(name: str, title: str, position: int, theirs: str, heads: int, **declared) -> Operation:
+    """Return the operation of a loss from the hidden states, whose floor is its bare cuBLAS products."""
+    mine = partial(products, heads=heads)
+    return declare(
+        name, title, position, theirs, x="BT",
+        outputs=("loss",), gradients=("dhidden", "dweight"),
+        work=lambda inputs, mode: Work.of_products(mine(inputs, mode)),
+        floor=product_calls(mine), floor_title="bare cuBLAS GEMMs",
+        modes=("full", "forward"),
+        writes_inputs=False,
+        **declared,
+    )
+
+
+LINEAR_CROSS_ENTROPY = of_hidden(
+    "fused_linear_cross_entropy", "linear + cross entropy", 30, "LigerFusedLinearCrossEntropyFunction", 1, ours="linear_cross_entropy",
+    inputs=inputs,
+    formula=eager.linear_cross_entropy,
+    call_theirs=loss_only,
+    reference=reference,
+    tokens=(1024, 4096, 8192),
+    limits=(Limit(8192, 0.97, peer=0.96), Limit(1024, 0.93, liger=9.0)),
+)
+
+
+def student_and_teacher(size, tokens, random) -> Inputs:
+    """Draw hidden states and weights of both that give logits of order 1."""
+    hidden, scale = size.hidden, size.hidden**-0.5
+    student, teacher = ((random.normal(tokens, hidden), random.normal(size.vocab, hidden, scale=scale)) for _ in range(2))
+    return Inputs(student, others=teacher)
+
+
+def linear_jsd(x, weight, teacher, teacher_weight):
+    return jsd(*(F.log_softmax(to_float32(z), -1) for z in (F.linear(x, weight), F.linear(teacher, teacher_weight))))
+
+
+LINEAR_JSD = of_hidden(
+    "fused_linear_jsd", "linear + JSD", 31, "LigerFusedLinearJSDFunction", 2, ours="linear_jsd",
+    inputs=student_and_teacher,
+    formula=linear_jsd,
+    tokens=(1024, 4096),
+    limits=(Limit(4096, 0.92, peer=1.05), Limit(1024, 0.85, liger=9.0)),
+)
