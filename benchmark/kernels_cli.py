@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 
 from . import providers
-from .operation import Operation, Random, as_tuple, timed_call
+from .operation import Inputs, Operation, Random, as_tuple, timed_call
 from .providers import NotInstalled
 
 try:
@@ -22,7 +22,7 @@ except ImportError:  # only `kernels benchmark` needs it
 class OperationBenchmark(Benchmark):
     """An operation, forward and with its backward pass. A subclass names it.
 
-    Results are small (inputs are scaled), because they are compared by an absolute tolerance.
+    Results are small, because they are compared by an absolute tolerance.
     """
 
     seed = 0
@@ -38,9 +38,13 @@ class OperationBenchmark(Benchmark):
     def setup(self) -> None:
         """Draw inputs, and take the function of the package that the command loaded, or of the operation's own where that has none."""
         random = Random(self.device, torch.bfloat16, self.seed or 0)
-        self.inputs = self.operation.inputs(*self.shape(self.device.startswith("cuda")), random).scaled(0.1)
+        self.inputs = self.small(self.operation.inputs(*self.shape(self.device.startswith("cuda")), random))
         self.reference_inputs = self.inputs.copy()
         self.function = self.load()
+
+    def small(self, inputs: Inputs) -> Inputs:
+        """Return inputs whose results are small."""
+        return inputs.scaled(0.1)
 
     def load(self):
         """Return the function that is measured."""

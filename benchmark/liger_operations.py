@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from . import providers
+from .eager import EPS
 from .operation import LigerConvention, Operation
 from .suites import LIGER
 
@@ -12,6 +13,21 @@ X_LABELS = {"T": "sequence length", "BT": "B * T", "V": "vocab size"}  # of Lige
 def as_it_is(function: Callable) -> Callable:
     """Return a function that takes leaves and others as they are."""
     return function
+
+
+def with_eps(function: Callable) -> Callable:
+    """Return a norm with the epsilon of all models here."""
+    return lambda *tensors: function(*tensors, EPS)
+
+
+def implementations(name: str, theirs: str, call: Callable = as_it_is) -> dict[str, Callable]:
+    """Return Liger's three implementations as peers, in Triton, CuTe DSL and cuTile. name: of the module and the function; theirs: the
+    autograd function; call(function): any of them as a function of leaves and others."""
+    return {
+        "liger": lambda: call(providers.liger(f"ops.{name}", theirs).apply),
+        "liger_cutedsl": lambda: call(providers.liger_cutedsl(name)),
+        "liger_cutile": lambda: call(providers.liger_cutile(theirs).apply),
+    }
 
 
 def declare(

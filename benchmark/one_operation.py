@@ -1,5 +1,5 @@
-"""The benchmark of one operation. Files of this folder lead here, and their names say of which: `python benchmark_layer_norm.py --model
-llama_3_8b`, or `python -m benchmark.benchmark_layer_norm`."""
+"""The benchmark of one operation, or of a few that are measured together. Files of this folder lead here, and their names say of which:
+`python benchmark_layer_norm.py --model llama_3_8b`, or `python -m benchmark.benchmark_layer_norm`."""
 
 import sys
 from pathlib import Path
@@ -12,12 +12,12 @@ from . import registry
 from .harness import main
 from .kernels_cli import OperationBenchmark
 
-OPERATION = registry.operations()[Path(__file__).stem.removeprefix("benchmark_")]
+OPERATIONS = registry.of_script(Path(__file__).stem.removeprefix("benchmark_"))
 
 
 class OneOperationBenchmark(OperationBenchmark):
-    operation = OPERATION
+    operation = OPERATIONS[0]
 
 
 if __name__ == "__main__":
-    main(OPERATION)
+    main(*OPERATIONS)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from . import delta_nets, eager, providers
-from .benchmark_attention import lengths_of
 from .delta_nets import DeltaNet
-from .markdown import Table, by_provider, columns_of, milliseconds, select, times_faster
+from .markdown import comparison, milliseconds, select
 from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work, bytes_moved
+from .operations_attention import lengths_of
 from .providers import NotInstalled
 from .suites import QWEN3_5
 
@@ -151,15 +151,16 @@ RULE = Operation(
 def rule_table(rows: list) -> str:
     """Return the rule by the documents of a row."""
     found = select(rows, kernel_name=RULE.name, metric_name="speed", dtype="bf16", timing="device", model=RULE.suite.model)
-    names = columns_of(found)
-    shown = Table("", "documents", "tokens", *map(providers.title, names), "floor", "vs best peer")
+    cases = []
     for mode in RULE.modes:
         mine = select(found, kernel_operation_mode=mode)
         for documents, tokens in dict.fromkeys((r.x_value, r.config["tokens"]) for r in mine):
-            by = by_provider(select(mine, x_value=documents, tokens=tokens))
-            cells = [shown.notes.cell(by.get(p), milliseconds) for p in (*names, providers.FLOOR)]
-            shown.add([MODE_TITLES.get(mode, mode), documents, str(tokens), *cells, times_faster(by)], by.values())
-    return shown.text()
+            title = MODE_TITLES.get(mode, mode)
+            cases.append(((title, documents, str(tokens)), select(mine, x_value=documents, tokens=tokens)))
+    return comparison(("", "documents", "tokens"), cases, {"speed": milliseconds}, ("floor",))
+
+
+TABLES = {"gated_delta_rule": rule_table}
 
 
 def norm_inputs(net: DeltaNet, tokens: int, random: Random) -> Inputs:
@@ -223,4 +224,3 @@ SHORT_CONV = Operation(
     work=bytes_moved(2, 3),  # x, y; dy, x, dx
     sweeps=delta_nets.SWEEPS,
 )
-TABLES = {"gated_delta_rule": rule_table}

@@ -1,4 +1,5 @@
-"""Liger's losses over a vocabulary: cross entropy, divergences of two distributions, and losses of a head's output from the hidden states.
+"""Losses over a vocabulary, Liger's and Qwen3's: cross entropy, divergences of two distributions, and losses of a head's output from the
+hidden states, whose floor is whole cuBLAS products (logits, dhidden, dweight; of an evaluation the first of them).
 
 Of cross entropy a seventh of the labels do not count. Two passes are the least that any form needs: one reads the logits, one writes their
 gradient. A form that leaves the logits alone and makes the gradient in the backward pass reads them twice.
@@ -11,12 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from . import eager
-from .benchmark_linear_cross_entropy import inputs, loss_only, reference
+from .correctness import relative_error
 from .eager import to_float32
 from .floors import product_calls
-from .liger_operations import declare
-from .operation import Inputs, Limit, Operation, Work, bytes_moved
+from .liger_operations import declare, implementations
+from .markdown import comparison, gibibytes, in_order, milliseconds, select
+from .operation import Inputs, Limit, Operation, Reference, Work, bytes_moved
+from .suites import QWEN3
 
+CHUNK = 1024  # tokens at a time in float64: 1.2 GB of logits
 IGNORED = -100
 TWICE = 2 / 3  # of the floor: what a form that reads the logits twice can reach
 
@@ -90,6 +94,105 @@ TVD = divergence(
 )
 
 
+def inputs(size, tokens, random) -> Inputs:
+    """Draw hidden states and a weight that give logits of order 1."""
+    return Inputs(
+        leaves=(random.normal(tokens, size.hidden), random.normal(size.vocab, size.hidden, scale=size.hidden**-0.5)),
+        others=(random.integers(size.vocab, tokens),),
+    )
+
+
+@torch.no_grad()
+def reference(inputs: Inputs) -> Reference:
+    """Compute in float64, some tokens at a time. Unavoidable in dweight: the error of one product of rounded dlogits and hidden."""
+    hidden, weight = (t.detach().double() for t in inputs.leaves)
+    (target,) = inputs.others
+    tokens, loss = len(target), hidden.new_zeros(())
+    dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
+    rounded = torch.empty(tokens, len(weight), dtype=inputs.leaves[0].dtype, device=hidden.device)
+    for start in range(0, tokens, CHUNK):
+        rows = slice(start, start + CHUNK)
+        logits, label = hidden[rows] @ weight.t(), target[rows, None]
+        lse = logits.logsumexp(1, keepdim=True)
+        loss += (lse - logits.gather(1, label)).sum() / tokens
+        dlogits = logits.sub_(lse).exp_().scatter_add_(1, label, -torch.ones_like(lse)).div_(tokens)
+        dhidden[rows] = dlogits @ weight
+        dweight.addmm_(dlogits.t(), hidden[rows])
+        rounded[rows] = dlogits
+    one_product = relative_error(rounded.t() @ inputs.leaves[0].detach(), dweight)
+    return Reference((loss,), (dhidden, dweight), {"dweight": one_product})
+
+
+def three_products(inputs: Inputs, mode: str):
+    """Return the bare products of a mode, each into memory of its own."""
+    hidden, weight = (t.detach() for t in inputs.leaves)
+    logits = (hidden @ weight.t()).normal_()
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def forward():
+        torch.mm(hidden, weight.t(), out=logits)
+
+    def full():
+        forward()
+        torch.mm(logits, weight, out=dhidden)
+        torch.mm(logits.t(), hidden, out=dweight)
+
+    return full if mode == "full" else forward
+
+
+def three_products_work(inputs: Inputs, mode: str) -> Work:
+    hidden, weight = inputs.leaves
+    return Work(flops=2 * hidden.numel() * weight.shape[0] * (3 if mode == "full" else 1))
+
+
+def of_torch():
+    if hasattr(F, "linear_cross_entropy"):
+        return F.linear_cross_entropy
+    return lambda hidden, weight, target: F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def loss_only(function):
+    """Keep the loss of a function that returns more."""
+    return lambda *arguments: function(*arguments)[0]
+
+
+LINEAR_CROSS_ENTROPY = Operation(
+    name="linear_cross_entropy",
+    title="linear + cross entropy",
+    suite=QWEN3,
+    position=7,
+    outputs=("loss",),
+    gradients=("dhidden", "dweight"),
+    inputs=inputs,
+    formula=eager.linear_cross_entropy,
+    peers={
+        "torch": of_torch,
+        **implementations("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", loss_only),
+    },
+    work=three_products_work,
+    floor=three_products,
+    floor_title="bare cuBLAS GEMMs",
+    reference=reference,
+    modes=("full", "forward", "no_grad_forward"),
+    writes_inputs=False,
+    tokens=(2048, 8192, 16384, 32768),  # one chunk, and so many that adding their gradients up shows what it costs in precision
+)
+
+
+def table(rows: list) -> str:
+    """Return time and memory of the loss with both gradients by tokens, and the error of the weight's gradient."""
+    wanted = {"kernel_operation_mode": "full", "model": QWEN3.model, "x_name": "tokens", "dtype": "bf16"}
+    rows = select(rows, kernel_name=LINEAR_CROSS_ENTROPY.name, **wanted)
+    rows = [row for row in rows if row.metric_name != "speed" or row.config.get("timing") == "device"]
+    cases = [((tokens,), select(rows, x_value=tokens)) for tokens in in_order(row.x_value for row in select(rows, metric_name="speed"))]
+    shows = {"speed": milliseconds, "memory": gibibytes, "error_dweight_ratio": lambda ratio: f"{ratio:.2f}"}
+    remark = "Time, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM."
+    return comparison(("tokens",), cases, shows, ("three GEMMs", "Bastile: of the GEMMs"), "speed vs best peer", remark)
+
+
+TABLES = {"linear_cross_entropy": table}
+
+
 def products(inputs: Inputs, mode: str, heads: int) -> list[tuple[int, int, int]]:
     """Return the (m, n, k) of the matrix products: the logits of each head, dhidden and dweight."""
     (tokens, hidden), vocab = inputs.leaves[0].shape, inputs.leaves[1].shape[0]
@@ -111,7 +214,7 @@ def of_hidden(name: str, title: str, position: int, theirs: str, heads: int, **d
     )
 
 
-LINEAR_CROSS_ENTROPY = of_hidden(
+LIGER_LINEAR_CROSS_ENTROPY = of_hidden(
     "fused_linear_cross_entropy", "linear + cross entropy", 30, "LigerFusedLinearCrossEntropyFunction", 1, ours="linear_cross_entropy",
     inputs=inputs,
     formula=eager.linear_cross_entropy,

@@ -1,22 +1,92 @@
-"""Liger's rotary embeddings of queries and keys: of halves, of neighbouring pairs as in Llama 4, of three positions as in Qwen2-VL."""
+"""Rotary embeddings of queries and keys, in the layouts that attention passes: Qwen3's, alone and with the norms before it, which is what
+its attention does before the attention itself; Liger's of halves, of neighbouring pairs as in Llama 4, of three positions in Qwen2-VL."""
+
+from functools import partial
 
 import torch
 
-from . import eager
-from .benchmark_rotary import bytes_of_q_and_k, inputs, of_views
-from .liger_operations import declare
-from .operation import Inputs, Limit, bytes_moved
+from . import eager, providers
+from .liger_operations import declare, implementations, with_eps
+from .operation import Inputs, Limit, Operation, bytes_moved
+from .suites import QWEN3
 
 SHARES = (2, 3, 3)  # of eight parts of the frequencies: time, height, width
 
+
+def inputs(size, tokens, random) -> Inputs:
+    """Lay leaves as the projections write them, gradients as attention leaves them: [batch, tokens, heads, head_dim]."""
+    shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
+    return Inputs(
+        leaves=tuple(random.normal(*shape) for shape in shapes),
+        others=tuple(t.to(random.device, random.dtype) for t in eager.angles(tokens, size.head_dim)),
+        output_gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
+    )
+
+
+def of_views(rotate):
+    """Call `rotate` with the views that attention makes of what the projections wrote."""
+    return lambda q, k, cos, sin: rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+
+def bytes_of_q_and_k(inputs: Inputs) -> int:
+    """Return the bytes of q and k together."""
+    return sum(t.nbytes for t in inputs.output_gradients)
+
+
+ROTARY = Operation(
+    name="rotary",
+    title="rotary",
+    suite=QWEN3,
+    position=4,
+    outputs=("q", "k"),
+    gradients=("dq", "dk"),
+    inputs=inputs,
+    formula=of_views(eager.rotary),
+    bastile=lambda package: of_views(providers.operation(package, "rotary")),
+    peers=implementations("rope", "LigerRopeFunction", of_views),
+    work=bytes_moved(2, 2, bytes_of_q_and_k),
+)
 ROPE = declare(
     "rope", "rotary", 16, "LigerRopeFunction", ours="rotary",
     outputs=("q", "k"), gradients=("dq", "dk"),
     inputs=inputs,
     formula=of_views(eager.rotary),
     call=of_views,
-    work=bytes_moved(2, 2, bytes_of_q_and_k),
+    work=ROTARY.work,
     limits=(Limit(8192, 0.88, peer=0.97),),
+)
+
+
+def norm_and_rotary_inputs(size, tokens, random) -> Inputs:
+    made = inputs(size, tokens, random)
+    weights = tuple(random.normal(size.head_dim, scale=0.1, shift=1.0) for _ in range(2))
+    return Inputs(made.leaves + weights, made.others, made.output_gradients)
+
+
+def in_turn(load_norm, load_rotary):
+    """Run the two operations one after the other, as a library without the fusion does."""
+    norm, rotate = load_norm(), load_rotary()
+
+    def call(q, k, q_weight, k_weight, cos, sin):
+        return rotate(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin)
+
+    return call
+
+
+NORMS = implementations("rms_norm", "LigerRMSNormFunction", with_eps)
+ROTARIES = implementations("rope", "LigerRopeFunction")
+QK_NORM_ROTARY = Operation(
+    name="qk_norm_rotary",
+    title="q/k-norm + rotary",
+    suite=QWEN3,
+    position=5,
+    outputs=("q", "k"),
+    gradients=("dq", "dk", "dq_weight", "dk_weight"),
+    inputs=norm_and_rotary_inputs,
+    formula=eager.qk_norm_rotary,
+    bastile=lambda package: with_eps(providers.operation(package, "qk_norm_rotary")),
+    peers={provider: partial(in_turn, NORMS[provider], ROTARIES[provider]) for provider in NORMS},
+    work=bytes_moved(2, 3, bytes_of_q_and_k),  # in, out; gradients in, in, gradients out
 )
 
 

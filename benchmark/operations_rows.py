@@ -1,11 +1,12 @@
-"""Liger's softmaxes over the hidden states, and its gates between the projections of the MLP."""
+"""Gates between the projections of the MLP, Qwen3's and Liger's, and Liger's softmaxes over the hidden states."""
 
 import torch
 import torch.nn.functional as F
 
 from . import eager
-from .liger_operations import declare
-from .operation import Inputs, Limit, bytes_moved
+from .liger_operations import declare, implementations
+from .operation import Inputs, Limit, Operation, bytes_moved
+from .suites import QWEN3
 
 
 def rows(size, tokens, random) -> Inputs:
@@ -54,9 +55,27 @@ SPARSEMAX = declare(
 )
 
 
-def gate_and_up(size, tokens, random) -> Inputs:
-    shape = (tokens, size.intermediate)
+def two_of(random, *shape: int) -> Inputs:
+    """Draw gate and up of a shape, and the gradient."""
     return Inputs((random.normal(*shape), random.normal(*shape)), output_gradients=(random.normal(*shape),))
+
+
+def gate_and_up(size, tokens, random) -> Inputs:
+    return two_of(random, tokens, size.intermediate)
+
+
+SWIGLU = Operation(
+    name="swiglu",
+    title="SwiGLU",
+    suite=QWEN3,
+    position=6,
+    outputs=("y",),
+    gradients=("dgate", "dup"),
+    inputs=lambda size, tokens, random: two_of(random, 1, tokens, size.intermediate),
+    formula=eager.swiglu,
+    peers=implementations("swiglu", "LigerSiLUMulFunction"),
+    work=bytes_moved(3, 5),  # gate, up, y; dy, gate, up, dgate, dup
+)
 
 
 def geglu(gate, up):
@@ -71,7 +90,7 @@ GEGLU = declare(
     work=bytes_moved(3, 5),  # gate, up, y; dy, gate, up, dgate, dup
     limits=(Limit(8192, 0.98, peer=0.97, liger=1.3),),
 )
-SWIGLU = declare(
+LIGER_SWIGLU = declare(
     "liger_swiglu", "SwiGLU", 14, "LigerSiLUMulFunction", convention={"name": "swiglu"}, ours="swiglu",
     outputs=("y",), gradients=("dgate", "dup"),
     inputs=gate_and_up,

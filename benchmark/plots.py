@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from . import providers, records, registry
-from .benchmark_experts import SKEWED, UNIFORM
 from .families import QWEN3
 from .markdown import by_provider, columns_of, in_order, peers_of, select, times_faster
+from .operations_experts import SKEWED, UNIFORM
 from .providers import FLOOR, PROVIDERS, is_ours
 from .records import Row
 from .step_tables import MASKED, defensible, parts_of, step_groups, trainer_rows

@@ -40,6 +40,14 @@ def of_suite(suite: Suite) -> list[Operation]:
     return [operation for operation in operations().values() if operation.suite == suite]
 
 
+def of_script(name: str) -> list[Operation]:
+    """Return the operations that benchmark_<name>.py runs, at least one. Raise ValueError for none."""
+    found = [operation for operation in operations().values() if (operation.script or operation.name) == name]
+    if not found:
+        raise ValueError(f"benchmark_{name}.py is of no operation; expected one of {', '.join(operations())}, or a `script` of theirs")
+    return found
+
+
 def tables() -> dict[str, Callable]:
     """Return the tables that files declare as TABLES: by name, functions of rows that return Markdown, or "" for no rows."""
     return {name: table for module in modules() for name, table in getattr(module, "TABLES", {}).items()}

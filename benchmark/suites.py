@@ -37,6 +37,7 @@ QWEN3_MOE = Suite(
     package=".",
     model="qwen3_moe_30b_a3b",
     models=("qwen3_moe_30b_a3b", "qwen3_moe_235b_a22b"),
+    tiny="qwen3_moe_tiny",
 )
 GPT_OSS = Suite(
     name="gpt_oss",
@@ -44,6 +45,7 @@ GPT_OSS = Suite(
     package="packages/gpt-oss",
     model="gpt_oss_20b",
     models=("gpt_oss_20b", "gpt_oss_120b"),
+    tiny="gpt_oss_tiny",
 )
 LIGER = Suite(
     name="liger",

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from benchmark import (
-    benchmark_experts,
-    benchmark_linear_cross_entropy,
-    benchmark_swiglu,
     correctness,
     delta_nets,
     eager,
     models,
     operations_delta_nets,
+    operations_experts,
+    operations_losses,
+    operations_rows,
     published,
 )
 from benchmark.correctness import relative_error
@@ -43,9 +43,9 @@ def test_the_formulas_are_those_of_transformers():
 
 
 def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
-    operation = benchmark_linear_cross_entropy.LINEAR_CROSS_ENTROPY
+    operation = operations_losses.LINEAR_CROSS_ENTROPY
     inputs = operation.inputs(models.size("tiny"), 13, Random("cpu", torch.float32, 1))
-    monkeypatch.setattr(benchmark_linear_cross_entropy, "CHUNK", 4)
+    monkeypatch.setattr(operations_losses, "CHUNK", 4)
     chunked, whole = operation.reference(inputs), correctness.reference(dataclasses.replace(operation, reference=None), inputs)
     for a, b in zip(chunked.outputs + chunked.gradients, whole.outputs + whole.gradients, strict=True):
         assert relative_error(a, b) < 1e-12
@@ -55,9 +55,9 @@ def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
 def test_the_gate_of_the_benchmark_is_transformers():
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    experts = types.SimpleNamespace(alpha=benchmark_experts.ALPHA, limit=benchmark_experts.LIMIT)
+    experts = types.SimpleNamespace(alpha=operations_experts.ALPHA, limit=operations_experts.LIMIT)
     gate_up = 10 * torch.randn(9, 16)
-    assert torch.equal(benchmark_experts.gate(gate_up), GptOssExperts._apply_gate(experts, gate_up))
+    assert torch.equal(operations_experts.gate_of_gpt_oss(gate_up), GptOssExperts._apply_gate(experts, gate_up))
 
 
 def test_the_gated_norm_of_the_benchmark_is_transformers():
@@ -99,7 +99,7 @@ def test_the_check_names_the_result_that_is_furthest_beyond_its_bound():
 
 @pytest.mark.parametrize("wrong", range(3))
 def test_each_result_and_gradient_is_looked_at(wrong):
-    operation = benchmark_swiglu.SWIGLU
+    operation = operations_rows.SWIGLU
     inputs = operation.inputs(models.size("tiny"), 4, Random("cpu", torch.float32, 0)).copy()
 
     class Wrong(torch.autograd.Function):

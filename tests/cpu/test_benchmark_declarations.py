@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from benchmark import benchmark_swiglu, harness, models, providers, records, registry, suites
+from benchmark import harness, models, operations_rows, providers, records, registry, suites
 from benchmark.operation import Case, Inputs, Operation, Random, Work, bytes_moved
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
 
@@ -83,23 +83,27 @@ def test_the_new_file_is_short():
     assert len(NEW_FILE.splitlines()) <= 25
 
 
-def test_every_operation_of_liger_has_a_file_that_runs_it_alone():
-    """`python benchmark_<operation>.py` for each of Liger-Kernel's names, and what another file declares is not run by two."""
+def test_every_operation_has_a_file_that_runs_it_alone():
+    """`python benchmark_<operation>.py`, for each of Liger-Kernel's names, too."""
     folder = records.ROOT / "benchmark"
-    links = {path.stem.removeprefix("benchmark_") for path in folder.glob("benchmark_*.py") if path.is_symlink()}
     assert {path.readlink().name for path in folder.glob("*.py") if path.is_symlink()} == {"one_operation.py"}
-    others = [operation for suite in (suites.LIGER, suites.QWEN3_5) for operation in registry.of_suite(suite)]
-    assert links == {operation.name for operation in others} - {"wide_attention"}
+    links = {path.stem.removeprefix("benchmark_") for path in folder.glob("benchmark_*.py") if path.is_symlink()}
+    operations = registry.operations()
+    assert [operation for name in sorted(links) for operation in registry.of_script(name)] == sorted(
+        operations.values(), key=lambda operation: (operation.script or operation.name, list(operations).index(operation.name))
+    )
     assert not {f"benchmark.benchmark_{name}" for name in links} & {module.__name__ for module in registry.modules()}
-    names = {(operation.liger and operation.liger.name) or operation.name for operation in registry.of_suite(suites.LIGER)}
-    assert all((folder / f"benchmark_{name}.py").is_file() for name in names)
+    assert {(operation.liger and operation.liger.name) or operation.name for operation in registry.of_suite(suites.LIGER)} <= links
+    assert [operation.name for operation in registry.of_script("rms_norm")] == ["rms_norm", "q_norm"]
+    with pytest.raises(ValueError, match="benchmark_q_norm.py is of no operation"):
+        registry.of_script("q_norm")
 
 
 def test_the_model_of_an_operation_is_its_suites_unless_the_command_line_says_otherwise():
     def names(suite, **options):
         given = {"sweep_mode": "token_length", "model": None, "models": None, "tokens": (16,), "bt": None} | options
         return [
-            case.config["model"] for case in dataclasses.replace(benchmark_swiglu.SWIGLU, suite=suite).cases(argparse.Namespace(**given))
+            case.config["model"] for case in dataclasses.replace(operations_rows.SWIGLU, suite=suite).cases(argparse.Namespace(**given))
         ]
 
     assert names(suites.LIGER) == ["llama_3_8b"] and names(suites.QWEN3) == ["qwen3_8b"]
@@ -199,7 +203,7 @@ def test_bytes_and_flops():
 
 
 def test_providers_take_part_in_the_order_of_their_table():
-    operation = dataclasses.replace(benchmark_swiglu.SWIGLU, peers={"liger_cutile": None, "torch": None})
+    operation = dataclasses.replace(operations_rows.SWIGLU, peers={"liger_cutile": None, "torch": None})
     assert operation.providers == ["huggingface", "torch", "torch_compile", "bastile", "liger_cutile"]
     assert operation.load("huggingface") is operation.formula
     with pytest.raises(providers.NotInstalled, match="swiglu has no provider torch_fused"):
