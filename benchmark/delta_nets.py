@@ -5,8 +5,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from . import models
-from .operation import Case, Operation
+from .operation import over_tokens
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,15 @@ class DeltaNet:
 SIZES = {"qwen3.5_9b": DeltaNet(16, 32, 128), "qwen3.5_27b": DeltaNet(16, 48, 128), "qwen3.5_tiny": DeltaNet(1, 2, 16)}
 
 
-def model_of(operation: Operation, args) -> str:
-    """Return the model whose sizes are measured. Raise ValueError for one without delta nets."""
-    model = models.full_name(args.model or operation.suite.model)
+def size(model: str) -> DeltaNet:
+    """Return the dimensions of a model's delta nets. Raise ValueError for one without."""
     if model not in SIZES:
         raise ValueError(f"--model is {model}, expected one of {', '.join(SIZES)}")
-    return model
-
-
-def over_tokens(operation: Operation, args) -> list[Case]:
-    """Return a case for each number of tokens."""
-    model = model_of(operation, args)
-    tokens = args.tokens or operation.tokens
-    return [Case(("tokens", "tokens", str(t)), {"model": model, "tokens": t}, (SIZES[model], t)) for t in tokens]
+    return SIZES[model]
 
 
 LIBRARIES = ("fla", "causal_conv1d")  # whose functions transformers takes where they are installed
-SWEEPS = {"token_length": over_tokens, "model_config": over_tokens}
+SWEEPS = dict.fromkeys(("token_length", "model_config"), functools.partial(over_tokens, size=size))
 
 
 @functools.cache

@@ -134,11 +134,11 @@ class Case:
         return ", ".join(f"{name} {value}" for name, value in ({self.x[0]: self.x[2]} | dict(self.config)).items())
 
 
-def over_tokens(operation: "Operation", args) -> list[Case]:
-    """Return a case for each number of tokens of one model."""
+def over_tokens(operation: "Operation", args, size: Callable = models.size) -> list[Case]:
+    """Return a case for each number of tokens of one model. size(model): what `Operation.inputs` takes of it."""
     model = models.full_name(args.model or operation.suite.model)
     tokens = args.tokens or operation.tokens
-    return [Case(("tokens", "tokens", str(t)), {"model": model, "tokens": t}, (models.size(model), t)) for t in tokens]
+    return [Case(("tokens", "tokens", str(t)), {"model": model, "tokens": t}, (size(model), t)) for t in tokens]
 
 
 def over_models(operation: "Operation", args) -> list[Case]:

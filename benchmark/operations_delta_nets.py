@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from . import delta_nets, eager, providers
 from .delta_nets import DeltaNet
 from .markdown import comparison, milliseconds, select
-from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work, bytes_moved
+from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work, bytes_moved, over_tokens
 from .operations_attention import lengths_of
 from .providers import NotInstalled
 from .suites import QWEN3_5
@@ -120,19 +120,13 @@ def rule_work(given: Inputs, mode: str) -> Work:
 
 def over_documents(operation: Operation, args) -> list[Case]:
     """Return a case for each number of tokens and of documents."""
-    model = delta_nets.model_of(operation, args)
-    shapes = [(tokens, parts) for tokens in args.tokens or operation.tokens for parts in DOCUMENTS]
-    named = [({"model": model, "tokens": tokens}, (delta_nets.SIZES[model], tokens, parts)) for tokens, parts in shapes]
-    return [Case(("documents", "documents", arguments[2]), config, arguments) for config, arguments in named]
+    cases = [(case, parts) for case in over_tokens(operation, args, delta_nets.size) for parts in DOCUMENTS]
+    return [Case(("documents", "documents", parts), case.config, (*case.arguments, parts)) for case, parts in cases]
 
 
 RULE = Operation(
-    name="gated_delta_rule",
-    title="gated delta rule",
-    suite=QWEN3_5,
-    position=1,
-    outputs=("out",),
-    gradients=("dq", "dk", "dv", "dg", "dbeta"),
+    "gated_delta_rule", "gated delta rule", QWEN3_5, position=1,
+    outputs=("out",), gradients=("dq", "dk", "dv", "dg", "dbeta"),
     inputs=rule_inputs,
     formula=transformers_rule,
     bastile=rule_of_package,
@@ -180,12 +174,8 @@ def norm_of_fla():
 
 
 GATED_RMS_NORM = Operation(
-    name="gated_rms_norm",
-    title="gated RMSNorm (rows of 128)",
-    suite=QWEN3_5,
-    position=2,
-    outputs=("y",),
-    gradients=("dx", "dgate", "dweight"),
+    "gated_rms_norm", "gated RMSNorm (rows of 128)", QWEN3_5, position=2,
+    outputs=("y",), gradients=("dx", "dgate", "dweight"),
     inputs=norm_inputs,
     formula=gated_rms_norm,
     bastile=lambda package: partial(providers.operation(package, "gated_rms_norm"), eps=eager.EPS),
@@ -212,12 +202,8 @@ def conv_of_fla():
 
 
 SHORT_CONV = Operation(
-    name="short_conv",
-    title="short convolution + SiLU",
-    suite=QWEN3_5,
-    position=3,
-    outputs=("y",),
-    gradients=("dx", "dweight"),
+    "short_conv", "short convolution + SiLU", QWEN3_5, position=3,
+    outputs=("y",), gradients=("dx", "dweight"),
     inputs=conv_inputs,
     formula=short_conv,
     peers={"huggingface_fla": conv_of_fla},

@@ -18,9 +18,11 @@ from .floors import product_calls
 from .liger_operations import declare, implementations
 from .markdown import comparison, gibibytes, in_order, milliseconds, select
 from .operation import Inputs, Limit, Operation, Reference, Work, bytes_moved
+from .operations_log_probs import CHUNK, draw
+from .operations_log_probs import products as head_products
+from .operations_log_probs import work as head_work
 from .suites import QWEN3
 
-CHUNK = 1024  # tokens at a time in float64: 1.2 GB of logits
 IGNORED = -100
 TWICE = 2 / 3  # of the floor: what a form that reads the logits twice can reach
 
@@ -95,11 +97,8 @@ TVD = divergence(
 
 
 def inputs(size, tokens, random) -> Inputs:
-    """Draw hidden states and a weight that give logits of order 1."""
-    return Inputs(
-        leaves=(random.normal(tokens, size.hidden), random.normal(size.vocab, size.hidden, scale=size.hidden**-0.5)),
-        others=(random.integers(size.vocab, tokens),),
-    )
+    hidden, weight, target, _ = draw(size, tokens, random)
+    return Inputs(leaves=(hidden, weight), others=(target,))
 
 
 @torch.no_grad()
@@ -123,28 +122,6 @@ def reference(inputs: Inputs) -> Reference:
     return Reference((loss,), (dhidden, dweight), {"dweight": one_product})
 
 
-def three_products(inputs: Inputs, mode: str):
-    """Return the bare products of a mode, each into memory of its own."""
-    hidden, weight = (t.detach() for t in inputs.leaves)
-    logits = (hidden @ weight.t()).normal_()
-    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def forward():
-        torch.mm(hidden, weight.t(), out=logits)
-
-    def full():
-        forward()
-        torch.mm(logits, weight, out=dhidden)
-        torch.mm(logits.t(), hidden, out=dweight)
-
-    return full if mode == "full" else forward
-
-
-def three_products_work(inputs: Inputs, mode: str) -> Work:
-    hidden, weight = inputs.leaves
-    return Work(flops=2 * hidden.numel() * weight.shape[0] * (3 if mode == "full" else 1))
-
-
 def of_torch():
     if hasattr(F, "linear_cross_entropy"):
         return F.linear_cross_entropy
@@ -157,20 +134,16 @@ def loss_only(function):
 
 
 LINEAR_CROSS_ENTROPY = Operation(
-    name="linear_cross_entropy",
-    title="linear + cross entropy",
-    suite=QWEN3,
-    position=7,
-    outputs=("loss",),
-    gradients=("dhidden", "dweight"),
+    "linear_cross_entropy", "linear + cross entropy", QWEN3, position=7,
+    outputs=("loss",), gradients=("dhidden", "dweight"),
     inputs=inputs,
     formula=eager.linear_cross_entropy,
     peers={
         "torch": of_torch,
         **implementations("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", loss_only),
     },
-    work=three_products_work,
-    floor=three_products,
+    work=partial(head_work, again=False),
+    floor=partial(head_products, again=False),
     floor_title="bare cuBLAS GEMMs",
     reference=reference,
     modes=("full", "forward", "no_grad_forward"),

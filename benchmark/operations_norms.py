@@ -58,12 +58,8 @@ def host_cost(settings, args) -> list:
 
 
 RMS_NORM = Operation(
-    name="rms_norm",
-    title="RMSNorm",
-    suite=QWEN3,
-    position=1,
-    outputs=("y",),
-    gradients=("dx", "dweight"),
+    "rms_norm", "RMSNorm", QWEN3, position=1,
+    outputs=("y",), gradients=("dx", "dweight"),
     inputs=lambda size, tokens, random: rows_and_scale(random, 1, tokens, size.hidden),
     formula=eager.rms_norm,
     bastile=lambda package: with_eps(providers.operation(package, "rms_norm")),
@@ -88,7 +84,7 @@ def host_table(found: list) -> str:
     found = select(found, kernel_name=RMS_NORM.name, metric_name="host_time", dtype="bf16")
     modes = {"with gradients": "forward", "without": "no_grad_forward"}
     cases = [((title,), select(found, kernel_operation_mode=mode)) for title, mode in modes.items()]
-    return comparison(("µs of host time",), cases, {"host_time": lambda us: f"{us:.1f}"}, versus="speed vs best peer")
+    return comparison(("µs of host time",), cases, {"host_time": lambda us: f"{us:.1f}"}, compares="speed vs best peer")
 
 
 TABLES = {"host": host_table}
@@ -122,12 +118,8 @@ def add_and_norm_of_torch():
 
 
 ADD_RMS_NORM = Operation(
-    name="add_rms_norm",
-    title="residual + RMSNorm",
-    suite=QWEN3,
-    position=3,
-    outputs=("y", "sum"),
-    gradients=("dx", "dresidual", "dweight"),
+    "add_rms_norm", "residual + RMSNorm", QWEN3, position=3,
+    outputs=("y", "sum"), gradients=("dx", "dresidual", "dweight"),
     inputs=lambda size, tokens, random: two_streams(random, 1, tokens, size.hidden),
     formula=eager.add_rms_norm,
     bastile=lambda package: with_eps(providers.operation(package, "add_rms_norm")),

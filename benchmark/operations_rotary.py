@@ -34,12 +34,8 @@ def bytes_of_q_and_k(inputs: Inputs) -> int:
 
 
 ROTARY = Operation(
-    name="rotary",
-    title="rotary",
-    suite=QWEN3,
-    position=4,
-    outputs=("q", "k"),
-    gradients=("dq", "dk"),
+    "rotary", "rotary", QWEN3, position=4,
+    outputs=("q", "k"), gradients=("dq", "dk"),
     inputs=inputs,
     formula=of_views(eager.rotary),
     bastile=lambda package: of_views(providers.operation(package, "rotary")),
@@ -76,12 +72,8 @@ def in_turn(load_norm, load_rotary):
 NORMS = implementations("rms_norm", "LigerRMSNormFunction", with_eps)
 ROTARIES = implementations("rope", "LigerRopeFunction")
 QK_NORM_ROTARY = Operation(
-    name="qk_norm_rotary",
-    title="q/k-norm + rotary",
-    suite=QWEN3,
-    position=5,
-    outputs=("q", "k"),
-    gradients=("dq", "dk", "dq_weight", "dk_weight"),
+    "qk_norm_rotary", "q/k-norm + rotary", QWEN3, position=5,
+    outputs=("q", "k"), gradients=("dq", "dk", "dq_weight", "dk_weight"),
     inputs=norm_and_rotary_inputs,
     formula=eager.qk_norm_rotary,
     bastile=lambda package: with_eps(providers.operation(package, "qk_norm_rotary")),

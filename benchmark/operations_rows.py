@@ -65,12 +65,8 @@ def gate_and_up(size, tokens, random) -> Inputs:
 
 
 SWIGLU = Operation(
-    name="swiglu",
-    title="SwiGLU",
-    suite=QWEN3,
-    position=6,
-    outputs=("y",),
-    gradients=("dgate", "dup"),
+    "swiglu", "SwiGLU", QWEN3, position=6,
+    outputs=("y",), gradients=("dgate", "dup"),
     inputs=lambda size, tokens, random: two_of(random, 1, tokens, size.intermediate),
     formula=eager.swiglu,
     peers=implementations("swiglu", "LigerSiLUMulFunction"),
