@@ -25,6 +25,11 @@ BRANCH_ENDS = ("o_proj.weight", "down_proj", "down_proj.weight")  # what they re
 ATTENTION = {"_flex": "flex_attention", "_varlen": varlen_peer.NAME}
 
 
+USUAL = ("huggingface", "liger", "bastile", "bastile_adamw")
+# Who takes part where a batch is packed or padded, which SDPA needs a dense mask for: every peer with the attention that is best at it.
+MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile_sdpa", "bastile")
+
+
 @dataclass(frozen=True)
 class Family:
     """What differs between the models.
@@ -40,12 +45,12 @@ class Family:
     name: str
     package: str
     providers: tuple[str, ...]
-    step_providers: tuple[str, ...]
-    masked_providers: tuple[str, ...]
-    fsdp_providers: tuple[str, ...]
     prepare: Callable[[str], None]
-    new_model: Callable
     tokens: tuple[int, ...]
+    new_model: Callable
+    step_providers: tuple[str, ...] = USUAL
+    masked_providers: tuple[str, ...] = MASKED
+    fsdp_providers: tuple[str, ...] = USUAL
     layers: int | None = None
     packs: bool = False
     by_model: bool = False
@@ -144,8 +149,6 @@ def new_gpt_oss(args, device: str):
         return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
 
 
-# Who takes part where a batch is packed or padded, which SDPA needs a dense mask for: every peer with the attention that is best at it.
-MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile_sdpa", "bastile")
 QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
@@ -154,8 +157,6 @@ QWEN3 = Family(
                "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", "bastile_offload",
                *EIGHT_BITS_OF_OURS, "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=new_published,
     packs=True,
@@ -166,9 +167,6 @@ QWEN3_MOE = Family(
     package=suites.QWEN3_MOE.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile",
                "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_recompute"),
-    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=new_published,
     packs=True,
@@ -194,9 +192,6 @@ DENSE = Family(
     package="packages/decoders",
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen", "bastile",
                "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_trl_head", "unsloth"),
-    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder="packages/decoders", liger=tuple(row.liger for row in published.DENSE.values())),
     new_model=new_published,
     packs=True,

@@ -209,27 +209,21 @@ def declare(name, title, suite, position, documents, windows, sinks, tokens) -> 
     sweep = partial(over_documents, documents, windows)
     peers = {"torch_flex": of_flex} if sinks else {"torch_varlen": of_varlen, "torch_flex": of_flex}
     return Operation(
-        name=name,
-        title=title,
-        suite=suite,
-        position=position,
-        outputs=("out",),
-        gradients=("dq", "dk", "dv", *(("dsinks",) if sinks else ())),
+        name, title, suite, position=position, script="attention",
+        outputs=("out",), gradients=("dq", "dk", "dv", *(("dsinks",) if sinks else ())),
         inputs=partial(inputs, sinks=sinks),
         formula=sdpa,
         bastile=of_package,
         peers=peers,
         compiled=False,
         work=work,
-        floor=floor,
-        floor_title="one GEMM of the same FLOPs",
+        floor=floor, floor_title="one GEMM of the same FLOPs",
         reference=reference,
         modes=("forward", "full"),
         writes_inputs=False,
         tokens=tokens,
         sweeps={"token_length": sweep, "model_config": sweep},
         shown=("documents", "8" if not sinks else "1"),
-        script="attention",
     )
 
 

@@ -158,20 +158,14 @@ def operation(layer: Layer, suite: Suite, name: str, position: int, routing: str
     """Declare a layer with one routing. declared: more of `Operation`."""
     biases = ("dgate_up_bias", "ddown_bias") if layer.biased else ()
     return Operation(
-        name=f"{name}_{routing}",
-        title=f"experts, {routing} routing",
-        suite=suite,
-        script=name,
-        position=position,
-        outputs=("y",),
-        gradients=("dhidden", "dscores", "dgate_up", "ddown", *biases),
+        f"{name}_{routing}", f"experts, {routing} routing", suite, position=position, script=name,
+        outputs=("y",), gradients=("dhidden", "dscores", "dgate_up", "ddown", *biases),
         inputs=partial(inputs, layer=layer, skew=skew),
         formula=partial(of_huggingface, layer=layer),
         bastile=partial(of_package, layer=layer),
         compiled=False,
         work=work,
-        floor=partial(floor, transposed=layer.biased),
-        floor_title="bare grouped GEMMs",
+        floor=partial(floor, transposed=layer.biased), floor_title="bare grouped GEMMs",
         reference=partial(reference, layer=layer),
         modes=("forward", "full"),  # a second backward pass over one forward pass has to do a GEMM again
         writes_inputs=False,

@@ -179,16 +179,10 @@ def declared(
         **others,
     }
     return Operation(
-        name=name,
-        title=title,
-        position=position,
-        file="linear_log_probs",
-        script="linear_log_probs",
-        suite=QWEN3,
+        name, title, QWEN3, position=position, file="linear_log_probs", script="linear_log_probs",
         gradients=("dhidden",) if frozen else ("dhidden", "dweight"),
         work=functools.partial(work, again=again),
-        floor=functools.partial(products, again=again),
-        floor_title="bare cuBLAS GEMMs",
+        floor=functools.partial(products, again=again), floor_title="bare cuBLAS GEMMs",
         writes_inputs=False,
         tokens=(2048, 8192),
         sweeps={"heads": over_heads, **SWEEPS},

@@ -1,6 +1,7 @@
 """Tables of whole training steps."""
 
 from collections.abc import Callable
+from functools import partial
 
 from . import models, providers, step_parts
 from .families import FAMILIES, QWEN3
@@ -27,7 +28,8 @@ from .suites import QWEN3 as QWEN3_SUITE
 
 ADAMW, CAPTURED = "bastile_adamw", "bastile_captured"
 SMALL = ("qwen3_0.6b", "qwen3_1.7b")
-# What people fine-tune with, and what it is called in the results: of one sequence, and of batches that SDPA needs a dense mask for.
+# What people fine-tune with, and what it is called in the results: of one sequence, with products in eight bits, with the losses of TRL's
+# trainers, and of batches that SDPA needs a dense mask for, every peer also with the attention that is best at them.
 AS_TRAINED = {
     "LoRA, rank 16": "_lora_16",
     "autocast over bf16 weights": "_autocast",
@@ -149,21 +151,6 @@ def cases_of(rows: list[Row]) -> list[tuple]:
     return sorted(found, key=lambda case: (in_order({c[0] for c in found}).index(case[0]), case[1] or 0, int(case[2])))
 
 
-def as_trained(rows: list[Row]) -> str:
-    """Return the steps of what people fine-tune with: adapters, autocast, checkpointing."""
-    return by_kind(rows, AS_TRAINED)
-
-
-def eight_bits(rows: list[Row]) -> str:
-    """Return the steps whose products are in eight bits."""
-    return by_kind(rows, EIGHT_BITS, "bastile_fp8")
-
-
-def trl(rows: list[Row]) -> str:
-    """Return the steps of the losses of TRL's trainers."""
-    return by_kind(rows, TRL)
-
-
 def trainer_rows(rows: list[Row]) -> dict[str, list[Row]]:
     """Return the rows of each way of training with SFTTrainer, by its title."""
     found = {what: select(rows, kernel_name=f"{QWEN3.name}_{kernel}") for what, kernel in TRAINERS.items()}
@@ -197,11 +184,6 @@ def trainers(rows: list[Row]) -> str:
             line = [f"{what}, {models.title(model, layers or models.size(model).layers)}", *cells, times_faster(times)]
             table.add([*line, share(memory.get("bastile"), leanest(memory))], [*times.values(), *memory.values()])
     return table.text()
-
-
-def masked(rows: list[Row]) -> str:
-    """Return the steps of packed and padded batches, every peer also with the attention that is best at them."""
-    return by_kind(rows, MASKED)
 
 
 def sharded(rows: list[Row]) -> str:
@@ -263,11 +245,11 @@ def titled_tables() -> dict:
 TABLES = {
     "qwen3_step": whole_model,
     "qwen3_models": whole_models,
-    "as_trained": as_trained,
+    "as_trained": partial(by_kind, kinds=AS_TRAINED),
     "trainers": trainers,
-    "trl": trl,
-    "eight_bits": eight_bits,
-    "masked": masked,
+    "trl": partial(by_kind, kinds=TRL),
+    "eight_bits": partial(by_kind, kinds=EIGHT_BITS, ours="bastile_fp8"),
+    "masked": partial(by_kind, kinds=MASKED),
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,
