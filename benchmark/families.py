@@ -115,38 +115,11 @@ def new_published(args, device: str):
     return published.new_model(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child))
 
 
-def prepare_gpt_oss(provider: str) -> None:
-    """Put a provider's layers into transformers."""
-    if is_ours(provider):
-        package(suites.GPT_OSS.package).apply(**OPTIONS.get(provider, {}))
-    elif provider == "liger_flex":
-        require_modules("liger_kernel", "triton")
-        from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
-
-        apply_liger_kernel_to_gpt_oss()
-
-
 def new_gpt_oss(args, device: str):
     """Return a GptOssForCausalLM in training mode, to be filled. On a CPU flex_attention has no backward pass, so it runs transformers'
     choice, eager attention."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    s = models.size(args.model)
-    config = GptOssConfig(
-        vocab_size=s.vocab,
-        hidden_size=s.hidden,
-        intermediate_size=s.intermediate,
-        num_hidden_layers=args.layers or s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        num_local_experts=s.experts,
-        num_experts_per_tok=s.top_k,
-        use_cache=False,
-    )
     attention = attention_of(args.child) if args.device.startswith("cuda") else None
-    with torch.device(device):
-        return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+    return published.new_model(args.model, args.layers, device, attention=attention)
 
 
 QWEN3 = Family(
@@ -181,7 +154,7 @@ GPT_OSS = Family(
     step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
     masked_providers=("huggingface_flex", "liger_flex", "bastile"),
     fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
-    prepare=prepare_gpt_oss,
+    prepare=functools.partial(prepare, folder=suites.GPT_OSS.package, liger=("gpt_oss",)),
     new_model=new_gpt_oss,
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB

@@ -5,7 +5,7 @@ from .markdown import Table, by_provider, columns_of, comparison, number, of_flo
 from .operation import MODE_TITLES, MODES, Operation
 from .providers import FLOOR
 from .records import Row
-from .suites import LIGER, Suite
+from .suites import LIGER, SUITES, Suite
 
 
 def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
@@ -70,6 +70,6 @@ def limits_table(rows: list[Row]) -> str:
 
 
 def suite_tables() -> dict:
-    """Return the tables of all suites that have operations, by name."""
-    found = {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in registry.suites()}
+    """Return the tables of all suites, by name."""
+    found = {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in SUITES}
     return found | {"liger_limits": limits_table}

@@ -8,14 +8,16 @@ causal-conv1d, which transformers takes where it is installed, has no wheels for
 what has to be read and written, without the states between chunks: no implementation that goes over the tokens twice comes near it.
 """
 
+import functools
 import importlib
+import sys
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from . import delta_nets, eager, providers
-from .delta_nets import DeltaNet
+from . import eager, providers
 from .markdown import comparison, milliseconds, select
 from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work, bytes_moved, over_tokens
 from .operations_attention import lengths_of
@@ -24,6 +26,47 @@ from .suites import QWEN3_5
 
 DOCUMENTS = ("1", "4", "32")
 TAPS, CHUNK = 4, 64
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Heads of keys, heads of values, and the length of each."""
+
+    key_heads: int
+    heads: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Return those of the short convolution: queries, keys and values."""
+        return (2 * self.key_heads + self.heads) * self.width
+
+
+SIZES = {"qwen3.5_9b": DeltaNet(16, 32, 128), "qwen3.5_27b": DeltaNet(16, 48, 128), "qwen3.5_tiny": DeltaNet(1, 2, 16)}
+
+
+def size(model: str) -> DeltaNet:
+    """Return the dimensions of a model's delta nets. Raise ValueError for one without."""
+    if model not in SIZES:
+        raise ValueError(f"--model is {model}, expected one of {', '.join(SIZES)}")
+    return SIZES[model]
+
+
+LIBRARIES = ("fla", "causal_conv1d")  # whose functions transformers takes where they are installed
+SWEEPS = dict.fromkeys(("token_length", "model_config"), partial(over_tokens, size=size))
+
+
+@functools.cache
+def in_pytorch(name: str):
+    """Return a function of transformers' PyTorch code, which its module has under the same name as a library's."""
+    here = {library: sys.modules.pop(library) for library in LIBRARIES if library in sys.modules}
+    sys.modules.update(dict.fromkeys(LIBRARIES))  # type: ignore[arg-type]
+    try:
+        return getattr(importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5"), name)
+    finally:
+        for library in LIBRARIES:
+            del sys.modules[library]
+        sys.modules.update(here)
 
 
 def of_fla(module: str, name: str):
@@ -50,7 +93,7 @@ def transformers_rule(q, k, v, g, beta, cu_seqlens):
     """Call transformers' own rule for one document after the other."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     parts = ([x[None] for x in rows] for rows in apart(cu_seqlens, q, k, v, g, beta))
-    rule = delta_nets.in_pytorch("torch_chunk_gated_delta_rule")
+    rule = in_pytorch("torch_chunk_gated_delta_rule")
     return torch.cat([rule(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
 
 
@@ -120,7 +163,7 @@ def rule_work(given: Inputs, mode: str) -> Work:
 
 def over_documents(operation: Operation, args) -> list[Case]:
     """Return a case for each number of tokens and of documents."""
-    cases = [(case, parts) for case in over_tokens(operation, args, delta_nets.size) for parts in DOCUMENTS]
+    cases = [(case, parts) for case in over_tokens(operation, args, size) for parts in DOCUMENTS]
     return [Case(("documents", "documents", parts), case.config, (*case.arguments, parts)) for case, parts in cases]
 
 
@@ -181,7 +224,7 @@ GATED_RMS_NORM = Operation(
     bastile=lambda package: partial(providers.operation(package, "gated_rms_norm"), eps=eager.EPS),
     peers={"huggingface_fla": norm_of_fla},
     work=bytes_moved(3, 5),  # x, gate, y; dy, x, gate, dx, dgate
-    sweeps=delta_nets.SWEEPS,
+    sweeps=SWEEPS,
 )
 
 
@@ -193,7 +236,7 @@ def conv_inputs(net: DeltaNet, tokens: int, random: Random) -> Inputs:
 
 def short_conv(x, weight):
     """Compute what Qwen3_5GatedDeltaNet does between its projections and the rule."""
-    return delta_nets.in_pytorch("causal_conv1d_fn")(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
+    return in_pytorch("causal_conv1d_fn")(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
 
 
 def conv_of_fla():
@@ -208,5 +251,5 @@ SHORT_CONV = Operation(
     formula=short_conv,
     peers={"huggingface_fla": conv_of_fla},
     work=bytes_moved(2, 3),  # x, y; dy, x, dx
-    sweeps=delta_nets.SWEEPS,
+    sweeps=SWEEPS,
 )

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import models, providers
+from .correctness import relative_error
 from .markdown import Table, by_provider, columns_of, gibibytes, in_order, joined, milliseconds, of_floor, select, times_faster
 from .operation import SWEEPS, Case, Inputs, Operation, Reference, Work
 from .suites import QWEN3
@@ -49,11 +50,13 @@ def formula(hidden, weight, target):
 
 
 @torch.no_grad()
-def reference(inputs: Inputs) -> Reference:
-    """Compute in float64, some tokens at a time."""
+def reference(inputs: Inputs, rounding: bool = False) -> Reference:
+    """Compute in float64, some tokens at a time. rounding: whether to say what is unavoidable in dweight, the error of one product of
+    rounded dlogits and hidden."""
     hidden, weight, target = (t.detach() for t in (*inputs.leaves, *inputs.others))
     hidden, weight, upstream = hidden.double(), weight.double(), inputs.output_gradients[0].double()
     found, dhidden, dweight = hidden.new_empty(len(target)), torch.empty_like(hidden), torch.zeros_like(weight)
+    rounded = torch.empty(len(target) if rounding else 0, len(weight), dtype=inputs.leaves[0].dtype, device=hidden.device)
     for start in range(0, len(target), CHUNK):
         rows = slice(start, start + CHUNK)
         log_p, label = (hidden[rows] @ weight.t()).log_softmax(1), target[rows, None]
@@ -61,7 +64,10 @@ def reference(inputs: Inputs) -> Reference:
         dlogits = log_p.exp_().neg_().scatter_add_(1, label, torch.ones_like(label, dtype=log_p.dtype)).mul_(upstream[rows, None])
         dhidden[rows] = dlogits @ weight
         dweight.addmm_(dlogits.t(), hidden[rows])
-    return Reference((found,), (dhidden, dweight)[: len(inputs.leaves)])
+        if rounding:
+            rounded[rows] = dlogits
+    one_product = {"dweight": relative_error(rounded.t() @ inputs.leaves[0].detach(), dweight)} if rounding else {}
+    return Reference((found,), (dhidden, dweight)[: len(inputs.leaves)], one_product)
 
 
 def known_inputs(size, tokens, random) -> Inputs:

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from . import eager
-from .correctness import relative_error
 from .eager import to_float32
 from .floors import product_calls
 from .liger_operations import declare, implementations
 from .markdown import comparison, gibibytes, in_order, milliseconds, select
 from .operation import Inputs, Limit, Operation, Reference, Work, bytes_moved
-from .operations_log_probs import CHUNK, draw
+from .operations_log_probs import draw
 from .operations_log_probs import products as head_products
+from .operations_log_probs import reference as reference_of_log_probs
 from .operations_log_probs import work as head_work
 from .suites import QWEN3
 
@@ -101,25 +101,12 @@ def inputs(size, tokens, random) -> Inputs:
     return Inputs(leaves=(hidden, weight), others=(target,))
 
 
-@torch.no_grad()
 def reference(inputs: Inputs) -> Reference:
-    """Compute in float64, some tokens at a time. Unavoidable in dweight: the error of one product of rounded dlogits and hidden."""
-    hidden, weight = (t.detach().double() for t in inputs.leaves)
+    """Compute in float64, from the log-probabilities, whose gradients are all the same."""
     (target,) = inputs.others
-    tokens, loss = len(target), hidden.new_zeros(())
-    dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
-    rounded = torch.empty(tokens, len(weight), dtype=inputs.leaves[0].dtype, device=hidden.device)
-    for start in range(0, tokens, CHUNK):
-        rows = slice(start, start + CHUNK)
-        logits, label = hidden[rows] @ weight.t(), target[rows, None]
-        lse = logits.logsumexp(1, keepdim=True)
-        loss += (lse - logits.gather(1, label)).sum() / tokens
-        dlogits = logits.sub_(lse).exp_().scatter_add_(1, label, -torch.ones_like(lse)).div_(tokens)
-        dhidden[rows] = dlogits @ weight
-        dweight.addmm_(dlogits.t(), hidden[rows])
-        rounded[rows] = dlogits
-    one_product = relative_error(rounded.t() @ inputs.leaves[0].detach(), dweight)
-    return Reference((loss,), (dhidden, dweight), {"dweight": one_product})
+    each = torch.full((len(target),), -1 / len(target), dtype=torch.float64, device=target.device)
+    found = reference_of_log_probs(Inputs(inputs.leaves, (target,), (each,)), rounding=True)
+    return Reference((-found.outputs[0].mean(),), found.gradients, found.rounding)
 
 
 def of_torch():

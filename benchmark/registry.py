@@ -30,11 +30,6 @@ def operations() -> dict[str, Operation]:
     return dict(sorted(found.items(), key=lambda item: (SUITES.index(item[1].suite), item[1].position, item[0])))
 
 
-def suites() -> list[Suite]:
-    """Return the suites that have operations."""
-    return list(dict.fromkeys(operation.suite for operation in operations().values()))
-
-
 def of_suite(suite: Suite) -> list[Operation]:
     """Return the operations of a suite, in the order of its table."""
     return [operation for operation in operations().values() if operation.suite == suite]

@@ -9,11 +9,11 @@ import torch
 
 from benchmark import (
     correctness,
-    delta_nets,
     eager,
     models,
     operations_delta_nets,
     operations_experts,
+    operations_log_probs,
     operations_losses,
     operations_rows,
     published,
@@ -45,7 +45,7 @@ def test_the_formulas_are_those_of_transformers():
 def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
     operation = operations_losses.LINEAR_CROSS_ENTROPY
     inputs = operation.inputs(models.size("tiny"), 13, Random("cpu", torch.float32, 1))
-    monkeypatch.setattr(operations_losses, "CHUNK", 4)
+    monkeypatch.setattr(operations_log_probs, "CHUNK", 4)
     chunked, whole = operation.reference(inputs), correctness.reference(dataclasses.replace(operation, reference=None), inputs)
     for a, b in zip(chunked.outputs + chunked.gradients, whole.outputs + whole.gradients, strict=True):
         assert relative_error(a, b) < 1e-12
@@ -71,11 +71,11 @@ def test_the_gated_norm_of_the_benchmark_is_transformers():
 
 def test_the_pytorch_code_of_a_delta_net_is_had_without_loading_anything_twice():
     loaded = sys.modules["torch"]
-    function = delta_nets.in_pytorch("causal_conv1d_fn")
+    function = operations_delta_nets.in_pytorch("causal_conv1d_fn")
     x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
     wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], padding=3, groups=6)[..., :9])
     assert torch.equal(function(x, weight, None, activation="silu"), wanted)
-    assert sys.modules["torch"] is loaded and not set(delta_nets.LIBRARIES) & set(sys.modules)
+    assert sys.modules["torch"] is loaded and not set(operations_delta_nets.LIBRARIES) & set(sys.modules)
 
 
 def test_relative_errors():
