@@ -116,7 +116,7 @@ class Chart(NamedTuple):
 
 
 def of_ratios(rows: list[Row], ratios: Mapping[str, float | None], title: str) -> Chart:
-    """Return a chart of bars, of the ratios that there are."""
+    """Return a chart of bars, of the known ratios."""
     return Chart(rows, partial(bars, {name: value for name, value in ratios.items() if value}, title, FASTEST))
 
 
