@@ -70,12 +70,13 @@ def test_the_gated_norm_of_the_benchmark_is_transformers():
 
 
 def test_the_pytorch_code_of_a_delta_net_is_had_without_loading_anything_twice():
-    loaded = sys.modules["torch"]
+    loaded, libraries = sys.modules["torch"], set(operations_delta_nets.LIBRARIES)
+    before = libraries & set(sys.modules)  # a test of steps may have said that one is not there
     function = operations_delta_nets.in_pytorch("causal_conv1d_fn")
     x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
     wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], padding=3, groups=6)[..., :9])
     assert torch.equal(function(x, weight, None, activation="silu"), wanted)
-    assert sys.modules["torch"] is loaded and not set(operations_delta_nets.LIBRARIES) & set(sys.modules)
+    assert sys.modules["torch"] is loaded and libraries & set(sys.modules) == before
 
 
 def test_relative_errors():
