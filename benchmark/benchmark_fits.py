@@ -234,8 +234,7 @@ def main(arguments=None) -> list[Row] | bool:
     deadline, found = time.monotonic() + args.budget_s, []
     log(f"{models.title(args.model, args.layers)}, checkpointed, on {records.gpu_name(args.device)}")
     for provider in args.providers:
-        more = ["--caps", ",".join(map(str, args.caps)), "--most", str(args.most), "--ways", ",".join(args.ways)]
-        group, gpu = Group(__file__, steps.child_arguments(args, provider) + more, 1), ""
+        group, gpu = Group(__file__, steps.child_arguments(args, provider), 1), ""
         try:
             for report in group.reports(deadline):
                 gpu = report.get("gpu", gpu)

@@ -22,7 +22,7 @@ from .command_line import integers, layers_parser
 from .correctness import BOUNDS, relative_error
 from .families import make_model
 from .kernels_cli import Benchmark
-from .markdown import Table, by_provider, in_order, number, select, times_faster
+from .markdown import comparison, in_order, number, select
 from .records import Row
 from .report import log
 from .suites import QWEN3
@@ -106,13 +106,13 @@ def table(found: list[Row]) -> str:
     if not found:
         return ""
     config = found[-1].config
-    table = Table(f"ms, {config['tokens']} tokens, {config['layers']} layers", *map(providers.title, PROVIDERS), "speed vs best peer")
-    for mode, title in (("prefill", "prefill"), ("decode", "one token")):
-        for batch in in_order(row.x_value for row in found):
-            mine = by_provider(select(found, kernel_operation_mode=mode, x_value=batch))
-            cells = [table.notes.cell(mine.get(p), lambda us: number(us / 1e3)) for p in PROVIDERS]
-            table.add([f"{title}, batch {batch}", *cells, times_faster(mine)], mine.values())
-    return table.text()
+    cases = [
+        ((f"{title}, batch {batch}",), select(found, kernel_operation_mode=mode, x_value=batch))
+        for mode, title in (("prefill", "prefill"), ("decode", "one token"))
+        for batch in in_order(row.x_value for row in found)
+    ]
+    head = (f"ms, {config['tokens']} tokens, {config['layers']} layers",)
+    return comparison(head, cases, {"speed": lambda us: number(us / 1e3)}, compares="speed vs best peer")
 
 
 TABLES = {"generate": table}

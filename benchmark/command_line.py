@@ -119,17 +119,14 @@ class Settings:
     @classmethod
     def of(cls, args, suite: Suite = QWEN3) -> "Settings":
         """Return what the command line of `operation_parser` says for the operations of a suite."""
+        same = {name: getattr(args, name) for name in ("device", "rounds", "providers", "modes", "compile_tokens")}
         return cls(
-            device=args.device,
+            **same,
             dtype_name=args.dtype,
             timing=args.timing or suite.timing,
             milliseconds=args.ms,
-            rounds=args.rounds,
-            providers=args.providers,
-            modes=args.modes,
             conventions=args.conventions or (),
             compile=not args.no_compile,
-            compile_tokens=args.compile_tokens,
             results=results_folder(args),
             deadline=time.monotonic() + args.budget_s,
         )

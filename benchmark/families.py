@@ -25,6 +25,11 @@ BRANCH_ENDS = ("o_proj.weight", "down_proj", "down_proj.weight")  # what they re
 ATTENTION = {"_flex": "flex_attention", "_varlen": varlen_peer.NAME}
 
 
+USUAL = ("huggingface", "liger", "bastile", "bastile_adamw")
+# Who takes part where a batch is packed or padded, which SDPA needs a dense mask for: every peer with the attention that is best at it.
+MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile_sdpa", "bastile")
+
+
 @dataclass(frozen=True)
 class Family:
     """What differs between the models.
@@ -40,12 +45,12 @@ class Family:
     name: str
     package: str
     providers: tuple[str, ...]
-    step_providers: tuple[str, ...]
-    masked_providers: tuple[str, ...]
-    fsdp_providers: tuple[str, ...]
     prepare: Callable[[str], None]
-    new_model: Callable
     tokens: tuple[int, ...]
+    new_model: Callable
+    step_providers: tuple[str, ...] = USUAL
+    masked_providers: tuple[str, ...] = MASKED
+    fsdp_providers: tuple[str, ...] = USUAL
     layers: int | None = None
     packs: bool = False
     by_model: bool = False
@@ -110,42 +115,13 @@ def new_published(args, device: str):
     return published.new_model(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child))
 
 
-def prepare_gpt_oss(provider: str) -> None:
-    """Put a provider's layers into transformers."""
-    if is_ours(provider):
-        package(suites.GPT_OSS.package).apply(**OPTIONS.get(provider, {}))
-    elif provider == "liger_flex":
-        require_modules("liger_kernel", "triton")
-        from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
-
-        apply_liger_kernel_to_gpt_oss()
-
-
 def new_gpt_oss(args, device: str):
     """Return a GptOssForCausalLM in training mode, to be filled. On a CPU flex_attention has no backward pass, so it runs transformers'
     choice, eager attention."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    s = models.size(args.model)
-    config = GptOssConfig(
-        vocab_size=s.vocab,
-        hidden_size=s.hidden,
-        intermediate_size=s.intermediate,
-        num_hidden_layers=args.layers or s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        num_local_experts=s.experts,
-        num_experts_per_tok=s.top_k,
-        use_cache=False,
-    )
     attention = attention_of(args.child) if args.device.startswith("cuda") else None
-    with torch.device(device):
-        return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+    return published.new_model(args.model, args.layers, device, attention=attention)
 
 
-# Who takes part where a batch is packed or padded, which SDPA needs a dense mask for: every peer with the attention that is best at it.
-MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile_sdpa", "bastile")
 QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
@@ -154,8 +130,6 @@ QWEN3 = Family(
                "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_keep_attention", "bastile_offload",
                *EIGHT_BITS_OF_OURS, "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=new_published,
     packs=True,
@@ -166,9 +140,6 @@ QWEN3_MOE = Family(
     package=suites.QWEN3_MOE.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile",
                "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_recompute"),
-    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=new_published,
     packs=True,
@@ -183,7 +154,7 @@ GPT_OSS = Family(
     step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
     masked_providers=("huggingface_flex", "liger_flex", "bastile"),
     fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
-    prepare=prepare_gpt_oss,
+    prepare=functools.partial(prepare, folder=suites.GPT_OSS.package, liger=("gpt_oss",)),
     new_model=new_gpt_oss,
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
@@ -194,9 +165,6 @@ DENSE = Family(
     package="packages/decoders",
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen", "bastile",
                "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_trl_head", "unsloth"),
-    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    masked_providers=MASKED,
-    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder="packages/decoders", liger=tuple(row.liger for row in published.DENSE.values())),
     new_model=new_published,
     packs=True,

@@ -1,4 +1,4 @@
-"""The runs of the operations' benchmarks: one file an operation says what is computed, this compares it.
+"""The runs of the operations' benchmarks: declarations say what is computed, this compares it.
 
 For every case: inputs are drawn afresh, each provider's results and gradients are checked against float64, those that are right
 are timed in turns with the floor (what the device needs for the bytes or FLOPs alone, measured in the same run), and everything

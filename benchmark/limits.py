@@ -7,11 +7,12 @@ torch.compile takes part at an operation's first shape, after all others have be
 """
 
 import dataclasses
-import math
 import time
 from functools import partial
+from statistics import geometric_mean
 
 import torch
+from tabulate import tabulate
 
 from . import harness, models, records, registry, rows
 from .command_line import OutOfTime, Settings, operation_parser
@@ -173,12 +174,10 @@ def table(found: list, operations: list[Operation]) -> str:
     for operation in operations:
         lines = [line(found, operation, limit) for limit in operation.limits]
         body += [cells for cells, _ in lines]
-        ratios = [math.log(ratio) for _, ratio in lines if ratio]
-        if ratios:
-            means.append(sum(ratios) / len(ratios))
-    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *body])
-    mean = f"{math.exp(sum(means) / len(means)):.2f}" if means else "-"
+        if ratios := [ratio for _, ratio in lines if ratio]:
+            means.append(geometric_mean(ratios))
+    mean = f"{geometric_mean(means):.2f}" if means else "-"
+    text = tabulate(body, head, tablefmt="plain", disable_numparse=True)
     return f"{text}\ngeometric mean over {len(means)} operations, times as fast as Liger: {mean}"
 
 

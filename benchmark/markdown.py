@@ -138,6 +138,40 @@ class Table:
         return drawn + (f"\n\n{remark}" if remark else "") + str(self.notes) + origin([row for row in rows if stamp(row) == usual])
 
 
+Shown = dict[str, dict[str, Row]]  # by metric and provider
+
+
+def comparison(
+    head: tuple[str, ...], cases: Iterable[tuple[tuple[str, ...], list[Row]]], shows: dict[str, Callable[[float], str]],
+    floor: tuple[str, ...] = (), compares: dict[str, Callable[[Shown], str]] | str = "vs best peer", remark: str = "",
+) -> str:
+    """Return a table with a column for each provider, and how much faster Bastile is than the fastest peer.
+
+    head: the titles of the columns before; cases: of each line the cells of these, and its rows; shows: by metric, how numbers are written,
+    first of the one that is compared; floor: the titles of the floor's column and of that with Bastile's share of it, where there are any.
+    compares: the titles of the last columns, and what is in them, or the title of one with how much faster Bastile is.
+    """
+    cases, compared = list(cases), next(iter(shows))
+    names = columns_of(row for _, rows in cases for row in rows if row.metric_name == compared)
+    last = {compares: faster(compared)} if isinstance(compares, str) else compares
+    table = Table(*head, *map(providers.title, names), *floor, *last)
+    for titles, rows in cases:
+        found = {metric: by_provider(select(rows, metric_name=metric)) for metric in shows}
+        times = found[compared]
+        if not times:
+            continue
+        cells = [joined(*(table.notes.cell(found[metric].get(p), show) for metric, show in shows.items())) for p in names]
+        bare = (table.notes.cell(times.get(FLOOR), shows[compared]), of_floor(times))[: len(floor)]
+        line = [*titles, *cells, *bare, *(compare(found) for compare in last.values())]
+        table.add(line, [row for each in found.values() for row in each.values()])
+    return table.text(remark)
+
+
+def faster(metric: str, ours: str = "bastile") -> Callable[[Shown], str]:
+    """Return what says how much faster one of ours is than the fastest peer."""
+    return lambda found: times_faster(found[metric], ours)
+
+
 def title(row: Row) -> str:
     """Return who a row is of: a provider, or the floor."""
     return providers.title(row.kernel_provider)

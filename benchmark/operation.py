@@ -1,9 +1,9 @@
-"""What the file of an operation declares, and the calls that are made of it.
+"""How an operation is declared, and the calls that are made of it.
 
     RMS_NORM = Operation(name="rms_norm", title="RMSNorm", suite=QWEN3, inputs=..., formula=..., peers=..., work=...)
 
-A file benchmark_<operation>.py that holds such a declaration is all that a new operation needs: registry.py finds it, and the command
-line, the CSV files, the tables and the plots take everything from it.
+Such a declaration, in a file operations_*.py, is all that a new operation needs: registry.py finds it, and the command line, the CSV files,
+the tables and the plots take everything from it.
 """
 
 import dataclasses
@@ -134,11 +134,11 @@ class Case:
         return ", ".join(f"{name} {value}" for name, value in ({self.x[0]: self.x[2]} | dict(self.config)).items())
 
 
-def over_tokens(operation: "Operation", args) -> list[Case]:
-    """Return a case for each number of tokens of one model."""
+def over_tokens(operation: "Operation", args, size: Callable = models.size) -> list[Case]:
+    """Return a case for each number of tokens of one model. size(model): what `Operation.inputs` takes of it."""
     model = models.full_name(args.model or operation.suite.model)
     tokens = args.tokens or operation.tokens
-    return [Case(("tokens", "tokens", str(t)), {"model": model, "tokens": t}, (models.size(model), t)) for t in tokens]
+    return [Case(("tokens", "tokens", str(t)), {"model": model, "tokens": t}, (size(model), t)) for t in tokens]
 
 
 def over_models(operation: "Operation", args) -> list[Case]:
@@ -214,7 +214,8 @@ class Operation:
     what.
     reference(inputs) -> Reference where differentiating the formula in float64 would take too much memory. bounds: the errors of results
     that the model's own code has less exact than correctness.BOUNDS allows, by name.
-    writes_inputs: does some provider write into its inputs or into the gradients of the outputs? file: the CSV file, if not `name`.
+    writes_inputs: does some provider write into its inputs or into the gradients of the outputs? file: the CSV file, if not `name`; script:
+    benchmark_<script>.py runs it, if not `name` does.
     sweeps: by --sweep-mode, functions (operation, args) -> [Case]. shown: x_name and x_value of the suite's table, if not its tokens.
     extra(settings, args) -> rows of a measurement of the operation's own. liger: how Liger's script measures it; None: not at all.
     limits: what it should reach.
@@ -239,6 +240,7 @@ class Operation:
     bounds: Mapping[str, float] = field(default_factory=dict)
     writes_inputs: bool = True
     file: str = ""
+    script: str = ""
     position: int = 100
     tokens: tuple[int, ...] = TOKENS
     sweeps: Mapping[str, Callable] = field(default_factory=lambda: SWEEPS)

@@ -1,11 +1,11 @@
 """The table of a suite: its operations against their peers and the floor."""
 
 from . import providers, registry
-from .markdown import Table, by_provider, columns_of, number, of_floor, peers_of, select, times_faster
+from .markdown import Table, by_provider, columns_of, comparison, number, of_floor, peers_of, select
 from .operation import MODE_TITLES, MODES, Operation
 from .providers import FLOOR
 from .records import Row
-from .suites import LIGER, Suite
+from .suites import LIGER, SUITES, Suite
 
 
 def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
@@ -20,20 +20,13 @@ def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
 
 def suite_table(suite: Suite, rows: list[Row]) -> str:
     """Return the microseconds of each operation of a suite."""
-    mine = {operation: shown_rows(operation, rows) for operation in registry.of_suite(suite)}
-    names = columns_of(row for found in mine.values() for row in found)
-    head = [f"µs, {suite.tokens} tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer"]
-    table = Table(*head)
-    for operation, shown in mine.items():
-        case = f", {operation.shown[0]} {operation.shown[1]}" if operation.shown else ""
+    cases = []
+    for operation in registry.of_suite(suite):
+        shown, case = shown_rows(operation, rows), f", {operation.shown[0]} {operation.shown[1]}" if operation.shown else ""
         for mode in MODES:
-            found = by_provider(select(shown, kernel_operation_mode=mode))
-            if not found:
-                continue
-            cells = [table.notes.cell(found.get(p), number) for p in (*names, FLOOR)]
-            line = [f"{operation.title}{case}, {MODE_TITLES.get(mode, mode)}", *cells]
-            table.add([*line, of_floor(found), times_faster(found)], found.values())
-    return table.text()
+            title = f"{operation.title}{case}, {MODE_TITLES.get(mode, mode)}"
+            cases.append(((title,), select(shown, kernel_operation_mode=mode)))
+    return comparison((f"µs, {suite.tokens} tokens",), cases, {"speed": number}, ("floor", "Bastile: of the floor"))
 
 
 LEVEL = 0.03  # a difference of times that is none
@@ -77,6 +70,6 @@ def limits_table(rows: list[Row]) -> str:
 
 
 def suite_tables() -> dict:
-    """Return the tables of all suites that have operations, by name."""
-    found = {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in registry.suites()}
+    """Return the tables of all suites, by name."""
+    found = {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in SUITES}
     return found | {"liger_limits": limits_table}

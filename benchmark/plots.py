@@ -5,16 +5,17 @@ A few, each for one page: `CHARTS`. Where an axis shows a gain it does not begin
 
 import argparse
 import hashlib
-import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
+from typing import NamedTuple
 
-from . import providers, records, registry
-from .benchmark_experts import SKEWED, UNIFORM
+from . import models, providers, records, registry
 from .families import QWEN3
 from .markdown import by_provider, columns_of, in_order, peers_of, select, times_faster
+from .operations_experts import SKEWED, UNIFORM
 from .providers import FLOOR, PROVIDERS, is_ours
 from .records import Row
 from .step_tables import MASKED, defensible, parts_of, step_groups, trainer_rows
@@ -107,22 +108,32 @@ def ratio(found: dict[str, Row], provider: str = "bastile") -> float | None:
     return min(peers.values()) / row.y_value_50 if peers and row and row.y_value_50 else None
 
 
-def qwen3_rows(rows: list[Row]) -> list[Row]:
+class Chart(NamedTuple):
+    """rows: that it shows; draw(): its figure, None where there is too little to show."""
+
+    rows: list[Row]
+    draw: Callable
+
+
+def of_ratios(rows: list[Row], ratios: Mapping[str, float | None], title: str) -> Chart:
+    """Return a chart of bars, of the known ratios."""
+    return Chart(rows, partial(bars, {name: value for name, value in ratios.items() if value}, title, FASTEST))
+
+
+def qwen3_step(rows: list[Row]) -> Chart:
     found = select(rows, kernel_name=f"{QWEN3.name}_step", model=QWEN3_SUITE.model, layers=None)
-    return [r for r in found if r.metric_name in ("step_time", "memory")]
+    mine = [r for r in found if r.metric_name in ("step_time", "memory")]
+    return Chart(mine, partial(steps, mine, "A training step of Qwen3-8B"))
 
 
-def qwen3_step(rows: list[Row]):
-    return steps(qwen3_rows(rows), "A training step of Qwen3-8B")
-
-
-def trainers_rows(rows: list[Row]) -> list[Row]:
-    return [r for mine in trainer_rows(rows).values() for r in mine if r.metric_name in ("throughput", "step_time")]
-
-
-def trainers(rows: list[Row]):
-    """Draw the tokens a second of SFTTrainer: a group of bars for each way of training, a bar for each provider."""
+def trainers(rows: list[Row]) -> Chart:
     shown = trainer_rows(rows)
+    mine = [r for found in shown.values() for r in found if r.metric_name in ("throughput", "step_time")]
+    return Chart(mine, partial(draw_trainers, shown))
+
+
+def draw_trainers(shown: dict[str, list[Row]]):
+    """Draw the tokens a second of SFTTrainer: a group of bars for each way of training, a bar for each provider."""
     found = {what: by_provider(select(mine, metric_name="throughput")) for what, mine in shown.items()}
     names = columns_of(row for mine in found.values() for row in mine.values())
     if "bastile" not in names:
@@ -152,87 +163,70 @@ def trainers(rows: list[Row]):
     return figure
 
 
-def masked_rows(rows: list[Row]) -> list[Row]:
-    return [r for kind in MASKED.values() for r in select(rows, kernel_name=f"{QWEN3.name}_step{kind}", metric_name="step_time")]
-
-
-def masked(rows: list[Row]):
-    found = {what: by_provider(select(masked_rows(rows), kernel_name=f"{QWEN3.name}_step{kind}")) for what, kind in MASKED.items()}
+def masked(rows: list[Row]) -> Chart:
+    kinds = {what: select(rows, kernel_name=f"{QWEN3.name}_step{kind}", metric_name="step_time") for what, kind in MASKED.items()}
+    found = {what: by_provider(mine) for what, mine in kinds.items()}
     ratios = {f"{what}: {providers.title(p)}": ratio(mine, p) for what, mine in found.items() for p in mine if is_ours(p)}
-    return bars({name: value for name, value in ratios.items() if value}, "A training step of packed and padded batches", FASTEST)
+    return of_ratios([r for mine in kinds.values() for r in mine], ratios, "A training step of packed and padded batches")
 
 
-def gpt_oss_rows(rows: list[Row]) -> list[Row]:
-    wanted = {"kernel_operation_mode": "full", "x_value": str(GPT_OSS.tokens), "dtype": "bf16"}
+def gpt_oss(rows: list[Row]) -> Chart:
+    wanted, found = {"kernel_operation_mode": "full", "x_value": str(GPT_OSS.tokens), "dtype": "bf16"}, {}
     layer = [r for each in (UNIFORM, SKEWED) for r in select(rows, kernel_name=each.name, metric_name="speed", timing="device", **wanted)]
     of_steps = [r for name in ("gpt_oss_step", "gpt_oss_fsdp") for r in select(rows, kernel_name=name, metric_name="step_time", **wanted)]
-    return layer + defensible(of_steps)
-
-
-def gpt_oss(rows: list[Row]):
-    mine, found = gpt_oss_rows(rows), {}
     for each in (UNIFORM, SKEWED):
-        for model in in_order({r.config["model"] for r in select(mine, kernel_name=each.name)}):
-            experts = 128 if model.endswith("120b") else 32
-            found[f"{experts} {each.title}"] = ratio(by_provider(select(mine, kernel_name=each.name, model=model)))
-    for title, part in step_groups([r for r in mine if r.metric_name == "step_time"]):
+        for model in in_order({r.config["model"] for r in select(layer, kernel_name=each.name)}):
+            found[f"{models.size(model).experts} {each.title}"] = ratio(by_provider(select(layer, kernel_name=each.name, model=model)))
+    for title, part in step_groups(defensible(of_steps)):
         found[f"step of {title}"] = ratio(by_provider(part))
-    return bars({name: value for name, value in found.items() if value}, "GPT-OSS, forward and backward, 8192 tokens",
-                FASTEST)
+    return of_ratios(layer + defensible(of_steps), found, "GPT-OSS, forward and backward, 8192 tokens")
 
 
-def at_8192(rows: list[Row], kinds: dict[str, str]) -> list[Row]:
-    """Return the times of steps of 8192 tokens. kinds: the benchmark of each way of training."""
-    return defensible([r for name in kinds.values() for r in select(rows, kernel_name=name, metric_name="step_time", x_value="8192")])
-
-
-def families(rows: list[Row], kinds: dict[str, str], title: str):
-    """Draw the gain in a step of 8192 tokens: a bar for each model and way of training."""
-    found = {}
+def families(rows: list[Row], kinds: dict[str, str], title: str) -> Chart:
+    """Show the gain in a step of 8192 tokens: a bar for each model and way of training. kinds: the benchmark of each of these."""
+    mine, found = [], {}
     for what, name in kinds.items():
-        for model, part in step_groups(select(at_8192(rows, kinds), kernel_name=name)):
+        of_kind = defensible(select(rows, kernel_name=name, metric_name="step_time", x_value="8192"))
+        mine += of_kind
+        for model, part in step_groups(of_kind):
             found[f"{model.removesuffix(' on one GPU')}: {what}"] = ratio(by_provider(part))
-    return bars({name: value for name, value in found.items() if value}, title, FASTEST)
+    return of_ratios(mine, found, title)
 
 
 DENSE = {"all weights": "dense_step", "LoRA": "dense_step_lora_16"}
 DELTA_NETS = {"all weights": "qwen3_5_step", "LoRA": "qwen3_5_step_lora_16"}
 
 
-def liger_rows(rows: list[Row]) -> list[Row]:
-    names = {operation.name for operation in registry.of_suite(LIGER)}
-    found = select(rows, metric_name="speed", kernel_operation_mode="full", x_name="shape")
-    return [r for r in found if r.kernel_name in names and r.kernel_provider != FLOOR]
-
-
-def liger_operations(rows: list[Row]):
-    mine, found = liger_rows(rows), {}
-    for operation in registry.of_suite(LIGER):
-        shapes = [ratio(by_provider(select(mine, kernel_name=operation.name, x_value=limit.title))) for limit in operation.limits]
-        logs = [math.log(value) for value in shapes if value]
-        if logs:
-            found[operation.title] = math.exp(sum(logs) / len(logs))
+def liger_operations(rows: list[Row]) -> Chart:
+    found: dict[str, float] = {}
+    rows = select(rows, metric_name="speed", kernel_operation_mode="full", x_name="shape")
+    of_ligers = {operation.name: operation for operation in registry.of_suite(LIGER)}
+    mine = [r for r in rows if r.kernel_name in of_ligers and r.kernel_provider != FLOOR]
+    for name, operation in of_ligers.items():
+        shapes = [ratio(by_provider(select(mine, kernel_name=name, x_value=limit.title))) for limit in operation.limits]
+        if known := [value for value in shapes if value]:
+            found[operation.title] = geometric_mean(known)
     title = "Liger's operations, forward and backward, mean over their shapes"
-    return bars(dict(sorted(found.items(), key=lambda item: -item[1])), title, FASTEST)
+    names = sorted(found, key=lambda name: -found[name])
+    return of_ratios(mine, {name: found[name] for name in names}, title)
 
 
-# By file: what draws a chart, and the rows that it shows.
-CHARTS: dict[str, tuple[Callable, Callable]] = {
-    "trainers": (trainers, trainers_rows),
-    "qwen3_step": (qwen3_step, qwen3_rows),
-    "masked": (masked, masked_rows),
-    "gpt_oss": (gpt_oss, gpt_oss_rows),
-    "dense": (partial(families, kinds=DENSE, title="A training step of dense decoders, 8192 tokens"), partial(at_8192, kinds=DENSE)),
-    "qwen3_5": (partial(families, kinds=DELTA_NETS, title="A training step of Qwen3.5, 8192 tokens"), partial(at_8192, kinds=DELTA_NETS)),
-    "liger_operations": (liger_operations, liger_rows),
+CHARTS: dict[str, Callable[[list[Row]], Chart]] = {  # by file
+    "trainers": trainers,
+    "qwen3_step": qwen3_step,
+    "masked": masked,
+    "gpt_oss": gpt_oss,
+    "dense": partial(families, kinds=DENSE, title="A training step of dense decoders, 8192 tokens"),
+    "qwen3_5": partial(families, kinds=DELTA_NETS, title="A training step of Qwen3.5, 8192 tokens"),
+    "liger_operations": liger_operations,
 }
 
 
 def stale(folder: Path) -> list[str]:
     """Return the charts of a GPU's folder that are not of its results. A chart without rows has no file."""
     rows, found = records.read_all(folder), []
-    for name, (_, shown) in CHARTS.items():
-        path, mine = folder / "plots" / f"{name}.png", shown(rows)
+    for name, chart in CHARTS.items():
+        path, mine = folder / "plots" / f"{name}.png", chart(rows).rows
         made = path.read_bytes() if path.is_file() else b""
         if bool(mine) != bool(made) or (mine and f"{MARK}{digest(mine)}".encode() not in made):
             found.append(name)
@@ -242,13 +236,13 @@ def stale(folder: Path) -> list[str]:
 def write(folder: Path) -> list[Path]:
     """Draw every chart of one GPU's results."""
     rows, made = records.read_all(folder), []
-    for name, (draw, shown) in CHARTS.items():
-        figure = draw(rows)
-        path = folder / "plots" / f"{name}.png"
+    for name, make in CHARTS.items():
+        chart, path = make(rows), folder / "plots" / f"{name}.png"
+        figure = chart.draw()
         if figure is None:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, metadata={"Description": f"{MARK}{digest(shown(rows))}", "Software": None})
+        figure.savefig(path, dpi=110, metadata={"Description": f"{MARK}{digest(chart.rows)}", "Software": None})
         made.append(path)
     return made
 

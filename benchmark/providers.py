@@ -26,6 +26,11 @@ class Provider:
     last: bool = False
 
 
+def form(title: str, marker: str, linestyle: str = "-") -> Provider:
+    """Return a form of Bastile."""
+    return Provider(title, {"color": "#D55E00", "marker": marker, "linewidth": 1.5, "zorder": 3, "linestyle": linestyle})
+
+
 # In the order of the columns. Colours that colour-blind readers tell apart (Okabe and Ito); peers are thin, Bastile is not.
 PROVIDERS = {
     "huggingface": Provider("Hugging Face", {"color": "#999999", "marker": "s"}),
@@ -48,37 +53,21 @@ PROVIDERS = {
     "trl": Provider("TRL", {"color": "#009E73", "marker": "p"}),
     "unsloth": Provider("Unsloth", {"color": "#0072B2", "marker": "P"}),
     "bastile": Provider("Bastile", {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3}),
-    "bastile_adamw": Provider(
-        "Bastile with its AdamW", {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
-    ),
-    "bastile_captured": Provider("Bastile, captured", {"color": "#D55E00", "marker": "^", "linewidth": 1.5, "zorder": 3}),
-    "bastile_recompute": Provider(
-        "Bastile, recompute_mlp", {"color": "#D55E00", "marker": "v", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
-    ),
-    "bastile_keep_attention": Provider(
-        "Bastile, keep_attention", {"color": "#D55E00", "marker": "<", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
-    ),
-    "bastile_offload": Provider(
-        "Bastile, offload, MLPs in tiles", {"color": "#D55E00", "marker": ">", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
-    ),
-    "bastile_four_bits": Provider(
-        "Bastile, experts in four bits", {"color": "#D55E00", "marker": "h", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
-    ),
-    "bastile_fp8": Provider("Bastile in eight bits", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}),
-    "bastile_fp8_adamw": Provider(
-        "Bastile in eight bits, with its AdamW", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
-    ),
-    "bastile_fp8_captured": Provider(
-        "Bastile in eight bits, captured", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3, "linestyle": ":"}
-    ),
-    "bastile_fp8_frozen": Provider(
-        "Bastile in eight bits, frozen weights too", {"color": "#D55E00", "marker": "*", "linewidth": 1.5, "zorder": 3}
-    ),
-    "bastile_compiled": Provider("Bastile, torch.compile", {"color": "#D55E00", "marker": "P", "linestyle": "--"}),
-    "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
-    "bastile_trl_head": Provider("Bastile with TRL's head", {"color": "#D55E00", "marker": "p", "linestyle": ":"}),
-    "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
-    "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),
+    "bastile_adamw": form("Bastile with its AdamW", "o", "--"),
+    "bastile_captured": form("Bastile, captured", "^"),
+    "bastile_recompute": form("Bastile, recompute_mlp", "v", "-."),
+    "bastile_keep_attention": form("Bastile, keep_attention", "<", "-."),
+    "bastile_offload": form("Bastile, offload, MLPs in tiles", ">", "-."),
+    "bastile_four_bits": form("Bastile, experts in four bits", "h", "--"),
+    "bastile_fp8": form("Bastile in eight bits", "*", "--"),
+    "bastile_fp8_adamw": form("Bastile in eight bits, with its AdamW", "*", "-."),
+    "bastile_fp8_captured": form("Bastile in eight bits, captured", "*", ":"),
+    "bastile_fp8_frozen": form("Bastile in eight bits, frozen weights too", "*"),
+    "bastile_compiled": form("Bastile, torch.compile", "P", "--"),
+    "bastile_sdpa": form("Bastile with SDPA", "x", ":"),
+    "bastile_trl_head": form("Bastile with TRL's head", "p", ":"),
+    "bastile_flex": form("Bastile with flex attention", "+", ":"),
+    "bastile_unpacked": form("Bastile without pack()", "o", ":"),
 }
 EIGHT_BITS_OF_OURS = tuple(name for name in PROVIDERS if name.startswith("bastile_fp8"))
 EIGHT_BITS = frozenset({"torchao", "torchao_rowwise", *EIGHT_BITS_OF_OURS})  # whose steps stand beside each other, in results of their own

@@ -1,4 +1,4 @@
-"""The models whose steps are measured, but for GPT-OSS: one row for each family."""
+"""The models whose steps are measured: one row for each family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +60,7 @@ DENSE = {
 SMALL_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 HYBRID = {"qwen3.5": Published("qwen3_5_text", "qwen3_5", rotary(1e7, partial_rotary_factor=0.25), SMALL_HEADS)}
 SPARSE = {
+    "gpt_oss": Published("gpt_oss", "gpt_oss"),
     "mixtral": Published("mixtral", "mixtral", {"sliding_window": None, **rotary(1e6)}),
     "glm": Published("glm4_moe", "", {"intermediate_size": 10944, "n_routed_experts": 128, "attention_bias": True,
                                       **rotary(1e6, partial_rotary_factor=0.5)}, {"intermediate_size": 96, "n_routed_experts": 6}),

@@ -1,4 +1,4 @@
-"""What the files benchmark_*.py of this folder declare: operations, and tables of their own."""
+"""What the files of this folder declare: operations, and tables of their own."""
 
 import functools
 import importlib
@@ -12,9 +12,11 @@ from .suites import SUITES, Suite
 
 @functools.cache
 def modules() -> list[ModuleType]:
-    """Return the benchmarks' modules."""
-    paths = sorted(Path(__file__).absolute().parent.glob("benchmark_*.py"))
-    return [importlib.import_module(f".{path.stem}", __package__) for path in paths]
+    """Return those that declare something: operations_*.py, and each benchmark_*.py that is no link to one_operation.py."""
+    folder = Path(__file__).absolute().parent
+    shared = (folder / "one_operation.py").read_bytes()
+    paths = [*folder.glob("operations_*.py"), *folder.glob("benchmark_*.py")]
+    return [importlib.import_module(f".{path.stem}", __package__) for path in sorted(paths) if path.read_bytes() != shared]
 
 
 @functools.cache
@@ -28,14 +30,17 @@ def operations() -> dict[str, Operation]:
     return dict(sorted(found.items(), key=lambda item: (SUITES.index(item[1].suite), item[1].position, item[0])))
 
 
-def suites() -> list[Suite]:
-    """Return the suites that have operations."""
-    return list(dict.fromkeys(operation.suite for operation in operations().values()))
-
-
 def of_suite(suite: Suite) -> list[Operation]:
     """Return the operations of a suite, in the order of its table."""
     return [operation for operation in operations().values() if operation.suite == suite]
+
+
+def of_script(name: str) -> list[Operation]:
+    """Return the operations that benchmark_<name>.py runs, at least one. Raise ValueError for none."""
+    found = [operation for operation in operations().values() if (operation.script or operation.name) == name]
+    if not found:
+        raise ValueError(f"benchmark_{name}.py is of no operation; expected one of {', '.join(operations())}, or a `script` of theirs")
+    return found
 
 
 def tables() -> dict[str, Callable]:

@@ -1,8 +1,26 @@
 """Tables of whole training steps."""
 
+from collections.abc import Callable
+from functools import partial
+
 from . import models, providers, step_parts
 from .families import FAMILIES, QWEN3
-from .markdown import NOT_MEASURED, Notes, Table, by_provider, columns_of, in_order, joined, number, select, share, times_faster
+from .markdown import (
+    NOT_MEASURED,
+    Notes,
+    Shown,
+    Table,
+    by_provider,
+    columns_of,
+    comparison,
+    faster,
+    in_order,
+    joined,
+    number,
+    select,
+    share,
+    times_faster,
+)
 from .providers import is_ours
 from .records import Row
 from .routing import SKEWED
@@ -10,7 +28,8 @@ from .suites import QWEN3 as QWEN3_SUITE
 
 ADAMW, CAPTURED = "bastile_adamw", "bastile_captured"
 SMALL = ("qwen3_0.6b", "qwen3_1.7b")
-# What people fine-tune with, and what it is called in the results: of one sequence, and of batches that SDPA needs a dense mask for.
+# What people fine-tune with, and what it is called in the results: of one sequence, with products in eight bits, with the losses of TRL's
+# trainers, and of batches that SDPA needs a dense mask for, every peer also with the attention that is best at them.
 AS_TRAINED = {
     "LoRA, rank 16": "_lora_16",
     "autocast over bf16 weights": "_autocast",
@@ -36,18 +55,6 @@ MORE = {SKEWED: f"; {SKEWED} routing", "_lora_16": "; adapters of rank 16 on all
 VERSUS = "vs best peer"
 
 
-def step_cells(rows: list[Row], names: list[str], notes: Notes) -> list[str]:
-    """Return time and memory of each provider, at one length, and for torch.compile how long it compiled."""
-    found, memory, compiled = (by_provider(select(rows, metric_name=name)) for name in ("step_time", "memory", "compile_time"))
-
-    def cell(p: str) -> str:
-        time = notes.cell(found.get(p), lambda ms: f"{number(ms)} ms")
-        gib = notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB")
-        return joined(time, gib, notes.cell(compiled.get(p), lambda s: f"compiled in {s:.0f} s"))
-
-    return [cell(p) for p in names]
-
-
 def leanest(memory: dict[str, Row]) -> Row | None:
     """Return the least memory of a peer."""
     peers = [row for p, row in memory.items() if not is_ours(p) and row.y_value_50]
@@ -60,20 +67,32 @@ def parts_of(rows: list[Row]) -> tuple[dict[str, Row], dict[str, Row]]:
     return times, memory
 
 
+# How the numbers of a step are written, by their metric; of torch.compile also how long it compiled.
+SHOWS = {
+    "step_time": lambda ms: f"{number(ms)} ms",
+    "memory": lambda gib: f"{gib:.1f} GiB",
+    "compile_time": lambda s: f"compiled in {s:.0f} s",
+}
+
+
+def step_cells(rows: list[Row], names: list[str], notes: Notes) -> list[str]:
+    """Return what there is of each provider, at one length."""
+    found = {metric: by_provider(select(rows, metric_name=metric)) for metric in SHOWS}
+    return [joined(*(notes.cell(found[metric].get(p), show) for metric, show in SHOWS.items())) for p in names]
+
+
+def leaner(ours: str = "bastile") -> Callable[[Shown], str]:
+    """Return what says how much of the leanest peer's memory one of ours takes."""
+    return lambda found: share(found["memory"].get(ours), leanest(found["memory"]))
+
+
 def steps(rows: list[Row]) -> str:
     """Return time and memory of training steps by tokens. rows: of one model on one number of GPUs."""
     times = select(rows, metric_name="step_time")
-    names = columns_of(times)
-    speeds = [f"speed {VERSUS}", *(["with its AdamW"] if ADAMW in names else [])]
-    table = Table("tokens", *map(providers.title, names), *speeds, f"memory {VERSUS}")
-    for tokens in in_order(row.x_value for row in times):
-        mine = select(rows, x_value=tokens)
-        found, memory = parts_of(mine)
-        with_adamw = [times_faster(found, ADAMW)] if ADAMW in names else []
-        cells = step_cells(mine, names, table.notes)
-        line = [tokens, *cells, times_faster(found), *with_adamw, share(memory.get("bastile"), leanest(memory))]
-        table.add(line, [*found.values(), *memory.values()])
-    return table.text(routes(rows))
+    with_adamw = {"with its AdamW": faster("step_time", ADAMW)} if ADAMW in columns_of(times) else {}
+    compares = {f"speed {VERSUS}": faster("step_time"), **with_adamw, f"memory {VERSUS}": leaner()}
+    cases = [((tokens,), select(rows, x_value=tokens)) for tokens in in_order(row.x_value for row in times)]
+    return comparison(("tokens",), cases, SHOWS, compares=compares, remark=routes(rows))
 
 
 def routes(rows: list[Row]) -> str:
@@ -101,35 +120,26 @@ def whole_models(rows: list[Row]) -> str:
 
 def small_models(rows: list[Row]) -> str:
     """Return the steps of small models, in which the host cannot keep up with the GPU; with layers that are replayed as CUDA graphs too."""
-    cases = {}
+    cases = []
     for model in SMALL:
         of_model = select(rows, kernel_name=f"{QWEN3.name}_step", model=model, layers=None)
         for tokens in in_order(row.x_value for row in select(of_model, metric_name="step_time", kernel_provider=CAPTURED)):
-            cases[model, tokens] = select(of_model, x_value=tokens)
-    names = columns_of(row for mine in cases.values() for row in select(mine, metric_name="step_time"))
-    table = Table("", "tokens", *map(providers.title, names), f"speed {VERSUS}", f"captured {VERSUS}")
-    for (model, tokens), mine in cases.items():
-        found, memory = parts_of(mine)
-        line = [models.title(model), tokens, *step_cells(mine, names, table.notes), times_faster(found), times_faster(found, CAPTURED)]
-        table.add(line, [*found.values(), *memory.values()])
-    return table.text()
+            cases.append(((models.title(model), tokens), select(of_model, x_value=tokens)))
+    compares = {f"speed {VERSUS}": faster("step_time"), f"captured {VERSUS}": faster("step_time", CAPTURED)}
+    return comparison(("", "tokens"), cases, SHOWS, compares=compares)
 
 
 def by_kind(rows: list[Row], kinds: dict[str, str], ours: str = "bastile") -> str:
     """Return the steps of Qwen3 by what is trained or what a batch looks like. kinds: what the results call each, by its title; ours: the
     provider that is compared with the peers."""
-    mine = {what: select(rows, kernel_name=f"{QWEN3.name}_step{kernel}") for what, kernel in kinds.items()}
-    names = columns_of(row for found in mine.values() for row in select(found, metric_name="step_time"))
-    table = Table("", "tokens", *map(providers.title, names), f"speed {VERSUS}", f"memory {VERSUS}")
-    for what, of_kind in mine.items():
+    cases = []
+    for what, kernel in kinds.items():
+        of_kind = select(rows, kernel_name=f"{QWEN3.name}_step{kernel}")
         for model, layers, tokens in cases_of(of_kind):
-            shown = select(of_kind, x_value=tokens, model=model, layers=layers)
-            found, memory = parts_of(shown)
             where = f"{what}, {models.title(model, layers or models.size(model).layers)}"
-            cells = step_cells(shown, names, table.notes)
-            line = [where, tokens, *cells, times_faster(found, ours), share(memory.get(ours), leanest(memory))]
-            table.add(line, [*found.values(), *memory.values()])
-    return table.text()
+            cases.append(((where, tokens), select(of_kind, x_value=tokens, model=model, layers=layers)))
+    compares = {f"speed {VERSUS}": faster("step_time", ours), f"memory {VERSUS}": leaner(ours)}
+    return comparison(("", "tokens"), cases, SHOWS, compares=compares)
 
 
 def cases_of(rows: list[Row]) -> list[tuple]:
@@ -139,21 +149,6 @@ def cases_of(rows: list[Row]) -> list[tuple]:
         layers.setdefault((row.config["model"], row.x_value), []).append(row.config["layers"])
     found = {(model, None if None in each else max(each), tokens) for (model, tokens), each in layers.items()}
     return sorted(found, key=lambda case: (in_order({c[0] for c in found}).index(case[0]), case[1] or 0, int(case[2])))
-
-
-def as_trained(rows: list[Row]) -> str:
-    """Return the steps of what people fine-tune with: adapters, autocast, checkpointing."""
-    return by_kind(rows, AS_TRAINED)
-
-
-def eight_bits(rows: list[Row]) -> str:
-    """Return the steps whose products are in eight bits."""
-    return by_kind(rows, EIGHT_BITS, "bastile_fp8")
-
-
-def trl(rows: list[Row]) -> str:
-    """Return the steps of the losses of TRL's trainers."""
-    return by_kind(rows, TRL)
 
 
 def trainer_rows(rows: list[Row]) -> dict[str, list[Row]]:
@@ -189,11 +184,6 @@ def trainers(rows: list[Row]) -> str:
             line = [f"{what}, {models.title(model, layers or models.size(model).layers)}", *cells, times_faster(times)]
             table.add([*line, share(memory.get("bastile"), leanest(memory))], [*times.values(), *memory.values()])
     return table.text()
-
-
-def masked(rows: list[Row]) -> str:
-    """Return the steps of packed and padded batches, every peer also with the attention that is best at them."""
-    return by_kind(rows, MASKED)
 
 
 def sharded(rows: list[Row]) -> str:
@@ -255,11 +245,11 @@ def titled_tables() -> dict:
 TABLES = {
     "qwen3_step": whole_model,
     "qwen3_models": whole_models,
-    "as_trained": as_trained,
+    "as_trained": partial(by_kind, kinds=AS_TRAINED),
     "trainers": trainers,
-    "trl": trl,
-    "eight_bits": eight_bits,
-    "masked": masked,
+    "trl": partial(by_kind, kinds=TRL),
+    "eight_bits": partial(by_kind, kinds=EIGHT_BITS, ours="bastile_fp8"),
+    "masked": partial(by_kind, kinds=MASKED),
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,

@@ -38,6 +38,7 @@ from .trl_losses import LOSSES, ROWS
 CAPTURED = ("bastile_captured", "bastile_fp8_captured")
 # What is done to the frozen weights below adapters.
 FROZEN = {"bastile_fp8_frozen": ("eight_bits",), "bastile_four_bits": ("four_bits", "eight_bits", "host_embeddings")}
+OF_THE_PARENT = ("providers", "rounds", "fresh", "budget_s", "results")  # options that a measuring process has no use for
 BEFORE_TRANSFORMERS = ("unsloth",)  # what must be imported first
 TRL_PROVIDERS = ("huggingface", "liger", "bastile_trl_head", "bastile")  # of a loss of TRL, unless told otherwise
 
@@ -77,17 +78,14 @@ def check_providers(p: argparse.ArgumentParser, args, family: Family) -> None:
 
 
 def child_arguments(args, provider: str) -> list[str]:
-    """Return the command line of a measuring process."""
-    found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
-    found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
-    found += [f"--{name}" for name in ("parts", "packing", "spread") if getattr(args, name, False)]
-    found += ["--trainer", args.trainer] if hasattr(args, "trainer") else []
-    found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
-    recipe = recipe_of(args)
-    if recipe.name:
-        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, "--routing", recipe.routing, "--loss", recipe.loss]
-        found += ["--autocast"] * recipe.autocast + ["--attention"] * recipe.attention + ["--checkpointing"] * recipe.checkpointing
-    return found + ["--layers", str(args.layers or models.size(args.model).layers)]
+    """Return the command line of a measuring process: all that the parent's says of the steps."""
+    given, found = vars(args) | {"child": provider, "layers": args.layers or models.size(args.model).layers}, []
+    for name, value in given.items():
+        if name in OF_THE_PARENT or value is None or value is False or value == "":  # but for 0, which may not be the option's default
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        found += [f"--{name}"] if value is True else [f"--{name}", text]
+    return found
 
 
 def run_all(kernel: str, script: str, args, gpus: int = 1, collect: type[Results] = Results) -> Results:

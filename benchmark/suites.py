@@ -9,9 +9,8 @@ class Suite:
 
     package: the folder of the build.toml of the package that ships them; tokens: of the row that the table shows. Unless the command line
     says otherwise: model and models are the sizes that they are measured at, in a sweep over tokens and in one over models; conventions
-    how they are measured, "alone" with the floor, "liger" as Liger-Kernel's own scripts do; timing, of timing.py, is that of "alone".
-    with_qwen3: does Qwen3's package ship them too? Its branch of benchmarks has the others' scripts not: `kernels benchmark` ends at the
-    first that does not run.
+    how they are measured, "alone" with the floor, "liger" as Liger-Kernel's own scripts do; timing, of timing.py, is that of "alone". tiny:
+    the model whose sizes a CPU gets.
     """
 
     name: str
@@ -22,7 +21,7 @@ class Suite:
     tokens: int = 8192
     conventions: tuple[str, ...] = ("alone",)
     timing: str = "device"
-    with_qwen3: bool = True
+    tiny: str = "qwen3_tiny"
 
 
 QWEN3 = Suite(
@@ -38,6 +37,7 @@ QWEN3_MOE = Suite(
     package=".",
     model="qwen3_moe_30b_a3b",
     models=("qwen3_moe_30b_a3b", "qwen3_moe_235b_a22b"),
+    tiny="qwen3_moe_tiny",
 )
 GPT_OSS = Suite(
     name="gpt_oss",
@@ -45,6 +45,7 @@ GPT_OSS = Suite(
     package="packages/gpt-oss",
     model="gpt_oss_20b",
     models=("gpt_oss_20b", "gpt_oss_120b"),
+    tiny="gpt_oss_tiny",
 )
 LIGER = Suite(
     name="liger",
@@ -54,7 +55,6 @@ LIGER = Suite(
     models=("llama_2_7b", "llama_3_8b", "qwen2.5_7b", "qwen2.5_14b", "qwen2.5_72b", "deepseek_v2_lite", "deepseek_v3"),
     conventions=("alone", "liger"),
     timing="rotated",
-    with_qwen3=False,
 )
 QWEN3_5 = Suite(
     name="qwen3_5",
@@ -62,6 +62,6 @@ QWEN3_5 = Suite(
     package="packages/qwen3_5",
     model="qwen3.5_9b",
     models=("qwen3.5_9b",),
-    with_qwen3=False,
+    tiny="qwen3.5_tiny",
 )
 SUITES = (QWEN3, QWEN3_MOE, GPT_OSS, LIGER, QWEN3_5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -164,27 +163,8 @@ def benchmark_files(package: Package) -> dict[str, Path]:
     """{path in the repository: file} for the branch of the benchmarks, beside those of the version.
 
     A result, a plot or a subfolder is not a source: `kernels benchmark` reads the scripts beside each other only. It runs them all against
-    this package, so those of operations that others ship stay out.
+    this package, so those of operations that others ship, which are links beside the rest, stay out.
     """
     paths = sorted(path for path in (package.folder / "benchmarks").glob("*.py") if path.is_file())
     check_links(paths, package.folder)
-    others = {name for path in paths if path.name == "suites.py" for name in _suites_of_others(path)}
-    return {f"benchmarks/{path.name}": path for path in paths if not (found := _suites_in(path)) or found - others}
-
-
-def _suites_of_others(suites: Path) -> set[str]:
-    """The names in a file of suites that are `Suite(..., with_qwen3=False)`."""
-    found = set()
-    for node in ast.parse(suites.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.value.keywords}
-            found |= {ast.unparse(target) for target in node.targets if options.get("with_qwen3") == "False"}
-    return found
-
-
-def _suites_in(script: Path) -> set[str]:
-    """The suites that a benchmark of operations takes its models from; none for a file that is no benchmark."""
-    if not script.name.startswith("benchmark_"):
-        return set()
-    nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
-    return {alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "suites" for alias in node.names}
+    return {f"benchmarks/{path.name}": path for path in paths if not path.is_symlink()}

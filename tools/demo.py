@@ -8,11 +8,11 @@ of both runs side by side, and exits with 1 when they differ by more than 0.5 % 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tools.demo_run import Run
+from tools.demo_run import Result, Run
 from tools.hub import HubServer
 from tools.publish import PublishError, publish
 
@@ -43,23 +43,6 @@ class DemoError(Exception):
     """A run failed; the text is what it said."""
 
 
-@dataclass
-class Result:
-    """What one run reported."""
-
-    kernel: str | None = None
-    parameters: int = 0
-    tokens: int = 0
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_mib: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Returns the median step's; the first one, which loads and warms up, is skipped where there are others."""
-        return self.tokens / statistics.median(self.seconds[1:] or self.seconds)
-
-
 def train(run: Run, endpoint: str, home: Path, progress: Progress) -> Result:
     """Trains in a new process that knows the local Hub and an empty cache only. Raises DemoError."""
     environment = {name: value for name, value in os.environ.items() if name not in IN_THE_WAY}
@@ -70,7 +53,7 @@ def train(run: Run, endpoint: str, home: Path, progress: Progress) -> Result:
         command = [sys.executable, "-m", "tools.demo_run", json.dumps(asdict(run))]
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             for line in process.stdout:
-                read(json.loads(line), result)
+                result = Result(**json.loads(line))
                 loss = f"loss {result.losses[-1]:.4f}" if result.losses else "ready"
                 progress.update(bar, completed=len(result.losses), description=f"{NAMES[run.kernelized]}: {loss}")
         if process.returncode or len(result.losses) != run.steps:
@@ -79,46 +62,34 @@ def train(run: Run, endpoint: str, home: Path, progress: Progress) -> Result:
     return result
 
 
-def read(message: dict, result: Result) -> None:
-    if "ready" in message:
-        result.kernel, result.parameters, result.tokens = message["ready"], message["parameters"], message["tokens"]
-    elif "loss" in message:
-        result.losses.append(message["loss"])
-        result.seconds.append(message["seconds"])
-    else:
-        result.peak_mib = message["peak_mib"]
-
-
 def differences(plain: Result, bastile: Result) -> list[float]:
     """In percent of the loss without Bastile; infinite where a loss is not a number."""
     found = [100 * abs(ours - theirs) / abs(theirs) for ours, theirs in zip(bastile.losses, plain.losses, strict=True)]
     return [value if value == value else float("inf") for value in found]
 
 
+def table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    made = Table(title=title)
+    for column in columns:
+        made.add_column(column, justify="right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def show(plain: Result, bastile: Result, device: str, console: Console) -> float:
     """Prints the tables; the largest difference in percent."""
-    table = Table(title="Loss of each step")
-    for name in ("step", NAMES[False], NAMES[True], "difference"):
-        table.add_column(name, justify="right")
     percents = differences(plain, bastile)
-    for step, (theirs, ours, percent) in enumerate(zip(plain.losses, bastile.losses, percents, strict=True), 1):
-        table.add_row(str(step), f"{theirs:.5f}", f"{ours:.5f}", f"{percent:.5f} %")
-    console.print(table)
-    table = Table(title=f"{plain.parameters / 1e6:.1f} million parameters, {plain.tokens} tokens a step, {device}")
-    for name in ("", "tokens/s", "peak memory"):
-        table.add_column(name, justify="right")
-    for name, result in zip(NAMES.values(), (plain, bastile), strict=True):
-        peak = "-" if result.peak_mib is None else f"{result.peak_mib:,.0f} MiB"
-        table.add_row(name, f"{result.tokens_per_second:,.0f}", peak)
-    console.print(table)
+    steps = enumerate(zip(plain.losses, bastile.losses, percents, strict=True), 1)
+    losses = ((str(step), f"{theirs:.5f}", f"{ours:.5f}", f"{percent:.5f} %") for step, (theirs, ours, percent) in steps)
+    console.print(table("Loss of each step", ("step", *NAMES.values(), "difference"), losses))
+    named = zip(NAMES.values(), (plain, bastile), strict=True)
+    speeds = ((name, f"{result.tokens_per_second:,.0f}", f"{result.peak_mib:,.0f} MiB") for name, result in named)
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU cores"
+    title = f"{plain.parameters / 1e6:.1f} million parameters, {plain.tokens} tokens a step, {where}"
+    console.print(table(title, ("", "tokens/s", "peak memory"), speeds))
     console.print(f"{NAMES[True]} ran as {bastile.kernel}, loaded from the local Hub.")
     return max(percents)
-
-
-def describe(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{torch.get_num_threads()} CPU cores"
 
 
 def demo(model: str | None, steps: int, device: str, console: Console) -> int:
@@ -130,7 +101,7 @@ def demo(model: str | None, steps: int, device: str, console: Console) -> int:
         with Progress(*columns, console=console) as progress:
             runs = [Run(kernelized, device, steps, model) for kernelized in (False, True)]
             plain, bastile = (train(run, hub.endpoint, Path(folder) / "home", progress) for run in runs)
-    worst = show(plain, bastile, describe(device), console)
+    worst = show(plain, bastile, device, console)
     console.print(f"Largest difference of the losses: {worst:.5f} % (limit {LIMIT_PERCENT} %)")
     return 0 if worst <= LIMIT_PERCENT else 1
 

@@ -1,14 +1,14 @@
 """One training run of the demo, in a process of its own: `python -m tools.demo_run '{...}'` (see `Run`).
 
-Prints one JSON object a line: {"ready": ...} when the model is made, {"step", "loss", "seconds"} after each step, and at the
-end {"peak_mib"}.
+Prints what there is of its `Result` as JSON, a line when the model is made, one after each step, and one at the end.
 """
 
 import json
-import re
+import resource
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,26 @@ class Run:
     model: str | None = None
 
 
+@dataclass
+class Result:
+    """What a run found. kernel: the name of the loaded package; tokens: of a step; peak_mib: of memory, above that at the start."""
+
+    kernel: str | None = None
+    parameters: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the median step's; the first one, which loads and warms up, is skipped where there are others."""
+        return self.tokens / statistics.median(self.seconds[1:] or self.seconds)
+
+    def say(self) -> None:
+        print(json.dumps(asdict(self)), flush=True)
+
+
 @dataclass(frozen=True)
 class Size:
     """Sizes of the model that is made where there is no checkpoint, and of its batches.
@@ -37,39 +57,22 @@ class Size:
     learning_rate: float
     batch: int
     tokens: int
-    config: dict
+    vocabulary: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: tuple[int, int, int]  # of queries, of keys and values, and the length of each
+
+    def config(self) -> dict:
+        """Returns the options of a Qwen3Config."""
+        heads, kv_heads, length = self.heads
+        found = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner, "head_dim": length}
+        found |= {"num_hidden_layers": self.layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        return found | {"tie_word_embeddings": True}
 
 
-CPU = Size(
-    torch.float32,
-    1e-3,
-    16,
-    256,
-    {
-        "vocab_size": 8192,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-)
-GPU = Size(
-    torch.bfloat16,
-    3e-4,
-    8,
-    1024,
-    {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-)
+CPU = Size(torch.float32, 1e-3, 16, 256, 8192, 128, 384, 3, (4, 2, 32))
+GPU = Size(torch.bfloat16, 3e-4, 8, 1024, 151936, 1024, 3072, 4, (16, 8, 128))
 CHECKPOINT_LEARNING_RATE = 1e-5
 
 
@@ -90,7 +93,7 @@ def make_model(run: Run, size: Size):
 
     torch.manual_seed(SEED)
     if run.model is None:
-        model = Qwen3ForCausalLM(Qwen3Config(**size.config, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**size.config()))
         ids = list(text().encode())
     else:
         model = AutoModelForCausalLM.from_pretrained(run.model, local_files_only=True)
@@ -109,56 +112,39 @@ def batches(ids: torch.Tensor, size: Size, steps: int):
         yield torch.stack([ids[start : start + size.tokens] for start in starts])
 
 
-class Memory:
-    """The peak above what was allocated at the start, on the GPU or of this process (Linux only; else None)."""
-
-    STATUS = Path("/proc/self/status")
-
-    def __init__(self, device: str):
-        self.cuda = device.startswith("cuda")
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        elif self.STATUS.exists():
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
-            self.start = self._peak_kib()
-
-    def _peak_kib(self) -> int:
-        return int(re.search(r"VmHWM:\s+(\d+) kB", self.STATUS.read_text())[1])
-
-    def peak_mib(self) -> float | None:
-        if self.cuda:
-            return torch.cuda.max_memory_allocated() / 2**20
-        return (self._peak_kib() - self.start) / 2**10 if self.STATUS.exists() else None
-
-
-def say(**values) -> None:
-    print(json.dumps(values), flush=True)
+def peak_mib(device: str) -> float:
+    """Returns the most memory that was in use so far, on the GPU or of this process."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def train(run: Run) -> None:
     size = GPU if run.device.startswith("cuda") else CPU
-    memory = Memory(run.device)
+    start_mib = peak_mib(run.device)
     model, ids = make_model(run, size)
-    where = None
+    result = Result(parameters=sum(p.numel() for p in model.parameters()), tokens=size.batch * size.tokens)
     if run.kernelized:
         from kernels import get_kernel
 
         qwen3 = get_kernel("bastile/qwen3", version=1, trust_remote_code=True)
         qwen3.kernelize(model)
-        where = qwen3.__name__
+        result.kernel = qwen3.__name__
     learning_rate = size.learning_rate if run.model is None else CHECKPOINT_LEARNING_RATE
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    say(ready=where, parameters=sum(p.numel() for p in model.parameters()), tokens=size.batch * size.tokens, text=len(ids))
-    for step, batch in enumerate(batches(ids, size, run.steps)):
+    result.say()
+    for batch in batches(ids, size, run.steps):
         batch = batch.to(run.device)
         start = time.perf_counter()
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.item()  # waits for the GPU
-        say(step=step, loss=value, seconds=time.perf_counter() - start)
-    say(peak_mib=memory.peak_mib())
+        result.losses.append(loss.item())  # waits for the GPU
+        result.seconds.append(time.perf_counter() - start)
+        result.say()
+    result.peak_mib = peak_mib(run.device) - start_mib
+    result.say()
 
 
 if __name__ == "__main__":

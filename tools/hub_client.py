@@ -11,7 +11,6 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from rich.progress import Progress
 
 from tools.built import PublishError
 from tools.kernel_package import PackageError
@@ -100,14 +99,12 @@ def make_plan(branch: str, parent: str | None, files: dict[str, Path], published
     return Plan(branch, add, stale, same, kept, parent)
 
 
-def upload(api: HfApi, repo_id: str, plan: Plan, message: str, progress: Progress) -> str:
+def upload(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
     """Make `plan` true with one commit; its id."""
     additions = [CommitOperationAdd(path, file) for path, file in plan.add.items()]
-    task = progress.add_task(f"{plan.branch}: {len(additions)} files", total=sum(item.upload_info.size for item in additions))
     for start in range(0, len(additions), FILES_A_REQUEST):
         part = additions[start : start + FILES_A_REQUEST]
         api.preupload_lfs_files(repo_id, part, repo_type=REPO_TYPE, revision=plan.branch, free_memory=False)
-        progress.advance(task, sum(item.upload_info.size for item in part))
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *(CommitOperationDelete(path) for path in plan.delete)]
     commit = api.create_commit(
         repo_id,

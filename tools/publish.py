@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tools.built import PublishError, benchmark_files, files_to_upload, read_build
@@ -61,20 +57,6 @@ def is_newest(package: Package, branches: dict[str, str]) -> bool:
     """The page on `main` belongs to the newest version: an upload of an older one leaves it alone."""
     versions = [int(branch[1:]) for branch in branches if branch.startswith("v") and branch[1:].isdigit()]
     return package.version >= max(versions, default=0)
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Progress]:
-    """Our bar in place of the client's own ones."""
-    disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console) as progress:
-            yield progress
-    finally:
-        if not disabled:
-            enable_progress_bars()
 
 
 def publish(
@@ -112,12 +94,11 @@ def publish(
         api = HfApi(endpoint=endpoint, token=checked_token(token))
         if not dry_run:
             api = HfApi(endpoint=endpoint, token=require_token(token, api.endpoint))
-        with progress_bar(console) as progress:
-            with hub_errors(f"reading {repo_id} at {api.endpoint}"):
-                plans, fresh = compare(api, package, repo_id, variants)
-            report = Report(repo_id, plans)
-            if not dry_run:
-                apply_plans(api, package, report, fresh, progress)
+        with hub_errors(f"reading {repo_id} at {api.endpoint}"):
+            plans, fresh = compare(api, package, repo_id, variants)
+        report = Report(repo_id, plans)
+        if not dry_run:
+            apply_plans(api, package, report, fresh)
     except PackageError as error:
         raise PublishError(str(error)) from error
     show(report, api.endpoint, dry_run, console)
@@ -143,7 +124,7 @@ def compare(api: HfApi, package: Package, repo_id: str, variants: dict[Path, Met
     return plans, branches is None
 
 
-def apply_plans(api: HfApi, package: Package, report: Report, fresh: bool, progress: Progress) -> None:
+def apply_plans(api: HfApi, package: Package, report: Report, fresh: bool) -> None:
     if fresh:
         with hub_errors(f"making the repository {report.repo_id}"):
             api.create_repo(report.repo_id, repo_type=REPO_TYPE, exist_ok=True)
@@ -152,7 +133,7 @@ def apply_plans(api: HfApi, package: Package, report: Report, fresh: bool, progr
             continue
         with hub_errors(f"uploading to {report.repo_id}, branch {plan.branch}"):
             ready = prepare_branch(api, report.repo_id, plan)
-            report.commits[plan.branch] = upload(api, report.repo_id, ready, f"{package.name} {package.branch}", progress)
+            report.commits[plan.branch] = upload(api, report.repo_id, ready, f"{package.name} {package.branch}")
 
 
 def show(report: Report, endpoint: str, dry_run: bool, console: Console) -> None:

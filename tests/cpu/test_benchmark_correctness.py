@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from benchmark import (
-    benchmark_experts,
-    benchmark_gated_rms_norm,
-    benchmark_linear_cross_entropy,
-    benchmark_swiglu,
     correctness,
-    delta_nets,
     eager,
     models,
+    operations_delta_nets,
+    operations_experts,
+    operations_log_probs,
+    operations_losses,
+    operations_rows,
     published,
 )
 from benchmark.correctness import relative_error
@@ -43,9 +43,9 @@ def test_the_formulas_are_those_of_transformers():
 
 
 def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
-    operation = benchmark_linear_cross_entropy.LINEAR_CROSS_ENTROPY
+    operation = operations_losses.LINEAR_CROSS_ENTROPY
     inputs = operation.inputs(models.size("tiny"), 13, Random("cpu", torch.float32, 1))
-    monkeypatch.setattr(benchmark_linear_cross_entropy, "CHUNK", 4)
+    monkeypatch.setattr(operations_log_probs, "CHUNK", 4)
     chunked, whole = operation.reference(inputs), correctness.reference(dataclasses.replace(operation, reference=None), inputs)
     for a, b in zip(chunked.outputs + chunked.gradients, whole.outputs + whole.gradients, strict=True):
         assert relative_error(a, b) < 1e-12
@@ -55,9 +55,9 @@ def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
 def test_the_gate_of_the_benchmark_is_transformers():
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    experts = types.SimpleNamespace(alpha=benchmark_experts.ALPHA, limit=benchmark_experts.LIMIT)
+    experts = types.SimpleNamespace(alpha=operations_experts.ALPHA, limit=operations_experts.LIMIT)
     gate_up = 10 * torch.randn(9, 16)
-    assert torch.equal(benchmark_experts.gate(gate_up), GptOssExperts._apply_gate(experts, gate_up))
+    assert torch.equal(operations_experts.gate_of_gpt_oss(gate_up), GptOssExperts._apply_gate(experts, gate_up))
 
 
 def test_the_gated_norm_of_the_benchmark_is_transformers():
@@ -66,16 +66,17 @@ def test_the_gated_norm_of_the_benchmark_is_transformers():
     x, gate, weight = torch.randn(9, 16).bfloat16(), torch.randn(9, 16).bfloat16(), torch.randn(16).bfloat16()
     norm = Qwen3_5RMSNormGated(16, eager.EPS)
     norm.weight = torch.nn.Parameter(weight)
-    assert torch.equal(norm(x, gate), benchmark_gated_rms_norm.formula(x, gate, weight))
+    assert torch.equal(norm(x, gate), operations_delta_nets.gated_rms_norm(x, gate, weight))
 
 
 def test_the_pytorch_code_of_a_delta_net_is_had_without_loading_anything_twice():
-    loaded = sys.modules["torch"]
-    function = delta_nets.in_pytorch("causal_conv1d_fn")
+    loaded, libraries = sys.modules["torch"], set(operations_delta_nets.LIBRARIES)
+    before = libraries & set(sys.modules)  # a test of steps may have said that one is not there
+    function = operations_delta_nets.in_pytorch("causal_conv1d_fn")
     x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
     wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], padding=3, groups=6)[..., :9])
     assert torch.equal(function(x, weight, None, activation="silu"), wanted)
-    assert sys.modules["torch"] is loaded and not set(delta_nets.LIBRARIES) & set(sys.modules)
+    assert sys.modules["torch"] is loaded and libraries & set(sys.modules) == before
 
 
 def test_relative_errors():
@@ -99,7 +100,7 @@ def test_the_check_names_the_result_that_is_furthest_beyond_its_bound():
 
 @pytest.mark.parametrize("wrong", range(3))
 def test_each_result_and_gradient_is_looked_at(wrong):
-    operation = benchmark_swiglu.SWIGLU
+    operation = operations_rows.SWIGLU
     inputs = operation.inputs(models.size("tiny"), 4, Random("cpu", torch.float32, 0)).copy()
 
     class Wrong(torch.autograd.Function):

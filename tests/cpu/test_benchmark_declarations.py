@@ -12,57 +12,31 @@ import types
 import pytest
 import torch
 
-from benchmark import benchmark_swiglu, harness, models, providers, records, registry, suites
+from benchmark import harness, models, operations_rows, providers, records, registry, suites
 from benchmark.operation import Case, Inputs, Operation, Random, Work, bytes_moved
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
 
-# All that a new operation's author writes.
+# All that a new operation's author writes, but for the link benchmark_clipped.py.
 NEW_FILE = '''
-"""LayerNorm of the hidden states."""
+"""Hidden states, clipped and scaled."""
 
-import torch.nn.functional as F
-
-if not __package__:  # run as a file, or by `kernels benchmark`
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
-    __package__ = Path(__file__).absolute().parent.name
-
-from . import providers
-from .harness import main
-from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
-from .suites import LIGER
+from .liger_operations import declare
+from .operation import Inputs, bytes_moved
 
 
 def inputs(size, tokens, random) -> Inputs:
     shape = (tokens, size.hidden)
-    leaves = (random.normal(*shape), random.normal(size.hidden, scale=0.1, shift=1.0), random.normal(size.hidden))
+    leaves = (random.normal(*shape), random.normal(size.hidden, scale=0.1, shift=1.0))
     return Inputs(leaves, output_gradients=(random.normal(*shape),))
 
 
-LAYER_NORM = Operation(
-    name="layer_norm",
-    title="LayerNorm",
-    suite=LIGER,
-    outputs=("y",),
-    gradients=("dx", "dweight", "dbias"),
+CLIPPED = declare(
+    "clipped", "clipping", 50, "LigerClippingFunction",
+    outputs=("y",), gradients=("dx", "dweight"),
     inputs=inputs,
-    formula=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, 1e-6),
-    formula_provider="torch",
-    peers={"liger": lambda: providers.liger("transformers.functional", "liger_layer_norm")},
+    formula=lambda x, weight: x.clamp(-1, 1) * weight,
     work=bytes_moved(2, 3),  # x, y; dy, x, dx
-    liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
-
-
-class LayerNormBenchmark(OperationBenchmark):
-    operation = LAYER_NORM
-
-
-if __name__ == "__main__":
-    main(LAYER_NORM)
 '''.lstrip()
 
 
@@ -75,43 +49,61 @@ def run_python(*arguments, cwd) -> str:
 
 def test_a_new_operation_is_one_file(tmp_path):
     """Command line, rows of both schemas, table and plots know it."""
-    shutil.copytree(records.ROOT / "benchmark", tmp_path / "benchmark", ignore=shutil.ignore_patterns("results", "__pycache__"))
-    script = tmp_path / "benchmark" / "benchmark_layer_norm.py"
-    script.write_text(NEW_FILE)
+    folder = tmp_path / "benchmark"
+    shutil.copytree(records.ROOT / "benchmark", folder, ignore=shutil.ignore_patterns("results", "__pycache__"), symlinks=True)
+    (folder / "operations_clipping.py").write_text(NEW_FILE)
+    script = folder / "benchmark_clipped.py"
+    script.symlink_to("one_operation.py")
     options = ["--device", "cpu", "--ms", "1", "--rounds", "1", "--no-compile", "--results", "found"]
     sweep = ["--sweep-mode", "model_config", "--models", "qwen3_tiny,gpt_oss_tiny", "--bt", "8"]
     run_python(str(script), *options, *sweep, cwd=tmp_path)
-    table = f"import runpy, sys; sys.argv[1:] = {['layer_norm', *options, '--model', 'tiny', '--tokens', '16']}\n"
+    table = f"import runpy, sys; sys.argv[1:] = {['clipped', *options, '--model', 'tiny', '--tokens', '16']}\n"
     table += "runpy.run_module('benchmark', run_name='__main__')\n"
     table += "from benchmark import records, tables; from pathlib import Path; import dataclasses\n"
     table += "def published(r): return r.extra_benchmark_config_str.replace('qwen3_tiny', 'llama_3_8b')\n"
     table += "rows = records.read_all(Path('found/cpu'))\n"
     table += "rows = [dataclasses.replace(r, x_value='8192', extra_benchmark_config_str=published(r)) for r in rows]\n"
     table += "print(tables.table('liger_operations', rows))"
-    assert "| LayerNorm, forward + backward [" in run_python("-c", table, cwd=tmp_path)
+    assert "| clipping, forward + backward [" in run_python("-c", table, cwd=tmp_path)
 
-    rows = records.read(tmp_path / "found/cpu/layer_norm.csv")
+    rows = records.read(tmp_path / "found/cpu/clipped.csv")
     speed = [r for r in rows if r.metric_name == "speed" and r.y_value_50]
     assert {(r.x_name, r.x_value) for r in speed} == {("tokens", "16"), ("model", "qwen3_tiny"), ("model", "gpt_oss_tiny")}
     assert {r.kernel_operation_mode for r in speed} == {"forward", "backward", "full"}
     assert {"torch", "floor"} <= {r.kernel_provider for r in speed}
-    assert {f"error_{name}" for name in ("y", "dx", "dweight", "dbias")} <= {r.metric_name for r in rows}
+    assert {f"error_{name}" for name in ("y", "dx", "dweight")} <= {r.metric_name for r in rows}
 
     theirs = records.read(tmp_path / "found/cpu" / records.LIGER_FILE, records.LigerRow)
     found = {(r.kernel_name, r.x_name, r.x_label, r.metric_unit) for r in theirs}
-    assert found == {("layer_norm", "T", "sequence length", "ms"), ("layer_norm", "model", "model", "ms")}
+    assert found == {("clipped", "T", "sequence length", "ms"), ("clipped", "model", "model", "ms")}
     assert {r.kernel_operation_mode for r in theirs} == {"forward", "backward", "full"} and all(r.y_value_50 for r in theirs)
 
 
 def test_the_new_file_is_short():
-    assert len(NEW_FILE.splitlines()) <= 50
+    assert len(NEW_FILE.splitlines()) <= 25
+
+
+def test_every_operation_has_a_file_that_runs_it_alone():
+    """`python benchmark_<operation>.py`, for each of Liger-Kernel's names, too."""
+    folder = records.ROOT / "benchmark"
+    assert {path.readlink().name for path in folder.glob("*.py") if path.is_symlink()} == {"one_operation.py"}
+    links = {path.stem.removeprefix("benchmark_") for path in folder.glob("benchmark_*.py") if path.is_symlink()}
+    operations = registry.operations()
+    assert [operation for name in sorted(links) for operation in registry.of_script(name)] == sorted(
+        operations.values(), key=lambda operation: (operation.script or operation.name, list(operations).index(operation.name))
+    )
+    assert not {f"benchmark.benchmark_{name}" for name in links} & {module.__name__ for module in registry.modules()}
+    assert {(operation.liger and operation.liger.name) or operation.name for operation in registry.of_suite(suites.LIGER)} <= links
+    assert [operation.name for operation in registry.of_script("rms_norm")] == ["rms_norm", "q_norm"]
+    with pytest.raises(ValueError, match="benchmark_q_norm.py is of no operation"):
+        registry.of_script("q_norm")
 
 
 def test_the_model_of_an_operation_is_its_suites_unless_the_command_line_says_otherwise():
     def names(suite, **options):
         given = {"sweep_mode": "token_length", "model": None, "models": None, "tokens": (16,), "bt": None} | options
         return [
-            case.config["model"] for case in dataclasses.replace(benchmark_swiglu.SWIGLU, suite=suite).cases(argparse.Namespace(**given))
+            case.config["model"] for case in dataclasses.replace(operations_rows.SWIGLU, suite=suite).cases(argparse.Namespace(**given))
         ]
 
     assert names(suites.LIGER) == ["llama_3_8b"] and names(suites.QWEN3) == ["qwen3_8b"]
@@ -211,7 +203,7 @@ def test_bytes_and_flops():
 
 
 def test_providers_take_part_in_the_order_of_their_table():
-    operation = dataclasses.replace(benchmark_swiglu.SWIGLU, peers={"liger_cutile": None, "torch": None})
+    operation = dataclasses.replace(operations_rows.SWIGLU, peers={"liger_cutile": None, "torch": None})
     assert operation.providers == ["huggingface", "torch", "torch_compile", "bastile", "liger_cutile"]
     assert operation.load("huggingface") is operation.formula
     with pytest.raises(providers.NotInstalled, match="swiglu has no provider torch_fused"):

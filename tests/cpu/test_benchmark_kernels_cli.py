@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import benchmark_fsdp, benchmark_generate, benchmark_swiglu, kernels_cli, records
+from benchmark import benchmark_fsdp, benchmark_generate, benchmark_operations, kernels_cli, operations_rows, records, registry
 from tests.benchmark_support import one_thread, sources  # noqa: F401
 from tests.publishing import KERNELS
 from tools.built import benchmark_files
@@ -32,18 +32,33 @@ def test_every_file_has_a_class_for_kernels_benchmark():
     scripts = cli.discover_benchmark_scripts("bastile", records.ROOT)
     assert {"benchmark_qwen3.py", "benchmark_fsdp.py", "benchmark_rms_norm.py"} <= {s.name for s in scripts}
     for script in scripts:
-        (cls,) = cli.discover_benchmark_classes(script, records.ROOT)
-        assert any(name.startswith("benchmark_") for name in vars(cls) | vars(cls.__mro__[1]))
+        found = cli.discover_benchmark_classes(script, records.ROOT)
+        assert len(found) == 1 or script.name == "benchmark_operations.py"
+        for cls in found:
+            assert any(name.startswith("benchmark_") for base in cls.__mro__ for name in vars(base))
     assert issubclass(benchmark_fsdp.Qwen3ShardedStepBenchmark, kernels_cli.Benchmark)
 
 
 def test_the_class_for_kernels_benchmark_runs(loaded):
-    bench = type("SwiGLU", (kernels_cli.OperationBenchmark,), {"operation": benchmark_swiglu.SWIGLU})()
+    bench = type("SwiGLU", (kernels_cli.OperationBenchmark,), {"operation": operations_rows.SWIGLU})()
     bench.kernel, bench.device = loaded, "cpu"
     for name in ("forward", "full"):
         bench.setup()
         getattr(bench, f"benchmark_{name}")()
         assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
+
+
+def operations_published() -> list[type]:
+    """The classes of benchmark_operations.py."""
+    found = vars(benchmark_operations).values()
+    return [cls for cls in found if isinstance(cls, type) and cls.__module__ == benchmark_operations.__name__]
+
+
+def test_every_file_of_qwen3s_operations_has_a_class_for_kernels_benchmark():
+    """What is run alone by a file of its own is published with the others in one."""
+    published = {cls.operation.script or cls.operation.name for cls in operations_published()}
+    ours = [operation for operation in registry.operations().values() if operation.suite.package == "."]
+    assert published - {"experts"} == {operation.script or operation.name for operation in ours}
 
 
 def as_in_the_hubs_cache(folder: Path) -> Path:
@@ -83,4 +98,5 @@ def test_kernels_benchmark_runs_every_file_of_a_snapshot(package_folder, tmp_pat
     whole = {f"{name}.{workload}" for name, workloads in models_of.items() for workload in workloads}
     assert whole < set(results)
     assert {name.partition(".")[2] for name in set(results) - whole} == {"forward", "full"}
-    assert len(results.keys() - whole) == 2 * (len(list((snapshot / "benchmarks").glob("benchmark_*.py"))) - len(models_of))
+    assert len(operations_published()) == 10 and len(results.keys() - whole) == 2 * 10
+    assert len(list((snapshot / "benchmarks").glob("benchmark_*.py"))) == 1 + len(models_of)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from benchmark import benchmark_group_norm, floors, limits, records, registry, suites
+from benchmark import floors, limits, operations_norms, records, registry, suites
 from benchmark.operation import Limit, Random, as_tuple
 from tests.benchmark_support import one_thread  # noqa: F401
 
@@ -20,7 +20,7 @@ NAMES = (
 
 
 def tiny(limit: Limit) -> Limit:
-    images = limit.inputs and benchmark_group_norm.images(2, 64, 8, 8)
+    images = limit.inputs and operations_norms.images(2, 64, 8, 8)
     return dataclasses.replace(limit, tokens=16, checked=12, size=TINY, inputs=images)
 
 

@@ -12,12 +12,12 @@ from benchmark import (
     benchmark_fits,
     benchmark_generate,
     benchmark_host,
-    benchmark_swiglu,
     benchmark_training,
     correctness,
     eager,
     harness,
     models,
+    operations_rows,
     providers,
     records,
     registry,
@@ -73,7 +73,7 @@ def test_a_sweep_over_models():
 
 
 def with_providers(**loaders):
-    return dataclasses.replace(benchmark_swiglu.SWIGLU, peers=loaders)
+    return dataclasses.replace(operations_rows.SWIGLU, peers=loaders)
 
 
 def refuses(*_):

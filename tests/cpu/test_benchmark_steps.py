@@ -81,6 +81,22 @@ def in_this_process(monkeypatch):
 STEPS = ["--device", "cpu", "--model", "tiny", "--tokens", "8,16", "--warmup", "1", "--steps", "2"]
 
 
+@pytest.mark.parametrize("given", (
+    [], ["--warmup", "0", "--steps", "1"], ["--lora", "0"], ["--lora", "8", "--attention", "--checkpointing", "--weights", "fp32"],
+    ["--documents", "3", "--rows", "2", "--padding", "0.25", "--parts", "--routing", "skewed", "--layers", "1", "--tokens", "8,16"],
+    ["--loss", "dpo", "--autocast", "--providers", "bastile", "--rounds", "2", "--fresh", "--budget-s", "9"],
+))  # fmt: skip
+def test_a_measuring_process_is_told_what_its_parent_was(given):
+    """Also what is 0 where that is no default."""
+    p = steps.parser("", (8,))
+    steps.add_recipe(p, 16)
+    args = p.parse_args(["--model", "qwen3_tiny", *given])
+    told = p.parse_args(steps.child_arguments(args, "liger"))
+    assert told.child == "liger" and told.layers == (args.layers or 2)
+    assert steps.recipe_of(told) == steps.recipe_of(args) and steps.form_of(told) == steps.form_of(args)
+    assert all(getattr(told, name) == getattr(args, name) for name in ("model", "tokens", "warmup", "steps", "device", "parts"))
+
+
 def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -193,8 +193,7 @@ def overlapping(figure) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", plots.CHARTS)
 def test_no_text_of_a_chart_lies_over_another_or_is_cut(name):
     for folder in records.RESULTS.iterdir():
-        draw, _ = plots.CHARTS[name]
-        figure = draw(records.read_all(folder))
+        figure = plots.CHARTS[name](records.read_all(folder)).draw()
         assert figure is None or overlapping(figure) == []
 
 

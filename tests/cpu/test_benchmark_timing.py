@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmark import benchmark_swiglu, command_line, floors, harness, liger_convention, memory, records, suites
+from benchmark import command_line, floors, harness, liger_convention, memory, operations_rows, records, suites
 from benchmark.operation import Case, Inputs, LigerConvention, timed_call
 from benchmark.timing import Clock, Quantiles
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
@@ -37,7 +37,7 @@ def test_only_some_timings_need_several_sets(timing, several):
 
 
 def test_the_floor_moves_the_bytes_of_the_work():
-    operation = benchmark_swiglu.SWIGLU
+    operation = operations_rows.SWIGLU
     inputs = Inputs((torch.ones(8, dtype=torch.bfloat16),) * 2, (), (torch.ones(8, dtype=torch.bfloat16),))
     assert floors.floor_call(operation, inputs, "forward")().nbytes * 2 == operation.work(inputs, "forward").nbytes == 48
     own = dataclasses.replace(operation, floor=lambda inputs, mode: lambda: mode)
@@ -62,7 +62,7 @@ def test_the_calls_of_each_mode(mode):
 
 def operation(**convention):
     declared = {"suite": suites.LIGER, "liger": LigerConvention(**convention), "formula_provider": "huggingface", "peers": {}}
-    return dataclasses.replace(benchmark_swiglu.SWIGLU, **declared)
+    return dataclasses.replace(operations_rows.SWIGLU, **declared)
 
 
 def leaves(*values) -> tuple[torch.Tensor, ...]:
@@ -127,7 +127,7 @@ def test_a_provider_that_refuses_has_a_row_that_says_why():
 
 
 def test_a_provider_that_is_wrong_is_not_timed_by_ligers_convention_either():
-    wrong = dataclasses.replace(operation(), peers={"liger": lambda: lambda gate, up: 1.1 * benchmark_swiglu.SWIGLU.formula(gate, up)})
+    wrong = dataclasses.replace(operation(), peers={"liger": lambda: lambda gate, up: 1.1 * operations_rows.SWIGLU.formula(gate, up)})
     found = harness.main(wrong, arguments=[*TINY, "--modes", "forward", "--conventions", "liger"])
     theirs = [r for r in found if isinstance(r, records.LigerRow)]
     assert {r.kernel_provider for r in theirs} == {"huggingface", "bastile"}
@@ -135,7 +135,7 @@ def test_a_provider_that_is_wrong_is_not_timed_by_ligers_convention_either():
 
 
 def test_an_operation_that_does_not_say_how_is_left_out_aloud(capsys):
-    assert harness.main(benchmark_swiglu.SWIGLU, arguments=[*TINY, "--conventions", "liger"]) == []
+    assert harness.main(operations_rows.SWIGLU, arguments=[*TINY, "--conventions", "liger"]) == []
     assert "SwiGLU does not say how Liger-Kernel measures it, so it is left out there" in capsys.readouterr().out
     with pytest.raises(ValueError, match="swiglu does not say how Liger-Kernel measures it"):
-        liger_convention.convention_of(benchmark_swiglu.SWIGLU)
+        liger_convention.convention_of(operations_rows.SWIGLU)

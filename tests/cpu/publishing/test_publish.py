@@ -78,7 +78,9 @@ def test_a_variant_of_another_machine_stays(hub, upload):
     assert on_hub(hub)["build/torch-metal/__init__.py"] == b"# metal\n"
 
 
-def test_results_and_plots_are_no_benchmark_sources(hub, upload):
+def test_results_plots_and_links_are_no_benchmark_sources(hub, package, upload):
+    """A link leads to what runs another package's operation."""
+    (package.folder / "benchmark" / "benchmark_other.py").symlink_to("common.py")
     upload()
     found = sorted(path for path in on_hub(hub, "v1-bench") if "bench" in path)
     assert found == ["benchmarks/benchmark_double.py", "benchmarks/common.py"]

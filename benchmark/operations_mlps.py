@@ -1,4 +1,4 @@
-"""What the benchmarks of the tiled MLPs share. The floor is the nine matrix products that any form needs; tiled ones compute two of them
+"""Liger's MLPs over four shards of their tokens. The floor is the nine matrix products that any form needs; tiled ones compute two of them
 again in the backward pass, so that they hold one tile's activations, and cannot reach it."""
 
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from . import providers
+from . import eager, providers
 from .floors import product_calls
-from .operation import Inputs, LigerConvention, Limit, Operation, Work
-from .suites import Suite
+from .liger_operations import declare
+from .operation import Inputs, Limit, Operation, Work
+from .operations_rows import geglu
 
 SHARDS = 4
 TILED = 9 / 11  # of the floor: what a form that computes two products again can reach
@@ -70,34 +71,27 @@ def of_liger(name: str, activation: str):
     return call
 
 
-def tiled_mlp(suite: Suite, name: str, title: str, position: int, gate: Callable, activation: str, of_ligers: str) -> Operation:
-    """Return the operation. gate(gate, up): the activation; activation, of_ligers: its name and the module's in Liger-Kernel."""
+def tiled_mlp(name: str, title: str, position: int, gate: Callable, activation: str, theirs: str) -> Operation:
+    """Return the operation. gate(gate, up): the activation; activation, theirs: its name and the module's in Liger-Kernel."""
 
     def formula(x, gate_weight, up_weight, down_weight):
         return F.linear(gate(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
 
-    def of_package(package):
-        function = providers.operation(package, name)
-        return lambda *leaves: function(*leaves, shards=SHARDS)
-
-    return Operation(
-        name=name,
-        title=title,
-        suite=suite,
-        position=position,
-        outputs=("y",),
-        gradients=("dx", "dgate_weight", "dup_weight", "ddown_weight"),
+    return declare(
+        name, title, position, theirs,
+        outputs=("y",), gradients=("dx", "dgate_weight", "dup_weight", "ddown_weight"),
         inputs=inputs,
         formula=formula,
-        bastile=of_package,
-        formula_provider="torch",
-        peers={"liger": lambda: of_liger(of_ligers, activation)},
+        call=lambda function: lambda *leaves: function(*leaves, shards=SHARDS),
+        peers={"liger": lambda: of_liger(theirs, activation)},
         work=lambda inputs, mode: Work.of_products(products(inputs, mode)),
-        floor=product_calls(products),
-        floor_title="bare cuBLAS GEMMs",
+        floor=product_calls(products), floor_title="bare cuBLAS GEMMs",
         modes=("full", "forward"),
         writes_inputs=False,
         tokens=(2048, 8192, 16384),
         limits=(Limit(16384, 0.94 * TILED, liger=1.02), Limit(2048, 0.94 * TILED, liger=1.4)),
-        liger=LigerConvention(x_name="T", x_label="sequence length"),
     )
+
+
+TILED_SWIGLU = tiled_mlp("tiled_swiglu", "tiled SwiGLU MLP", 32, eager.swiglu, "silu", "LigerTiledSwiGLUMLP")
+TILED_GEGLU = tiled_mlp("tiled_geglu", "tiled GEGLU MLP", 33, geglu, "gelu_pytorch_tanh", "LigerTiledGEGLUMLP")
