@@ -61,6 +61,13 @@ def memory(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", mod
     return Said(f"{abs(less):.0%} {'less' if less >= 0 else 'more'}", (peer, mine))
 
 
+def peak(rows: list[Row], kernel: str, tokens: int, ours: str = "bastile", model: str = QWEN3.model) -> Said:
+    """Return the most memory that a training step takes with Bastile, or one of its forms, in GiB."""
+    _, taken = parts_of(select(_steps(rows, kernel, model), x_value=str(tokens)))
+    mine = taken.get(ours)
+    return Said(f"{mine.y_value_50:.1f} GiB", (mine,)) if mine and mine.y_value_50 else Said("")
+
+
 def longest(rows: list[Row], kernel: str, provider: str = "", model: str = QWEN3.model) -> Said:
     """Return the most tokens that a step of a provider, or of the best peer, was measured at."""
     fits = [row for row in select(_steps(rows, kernel, model), metric_name="step_time") if row.y_value_50]
@@ -83,7 +90,7 @@ def numbers(rows: list[Row], apart: list[str]) -> dict[str, Callable[..., str]]:
             apart.append(f"{what} compares rows of several commits or hosts")
         return found.text
 
-    return {function.__name__: functools.partial(called, function) for function in (speed, operation, memory, longest)}
+    return {function.__name__: functools.partial(called, function) for function in (speed, operation, memory, peak, longest)}
 
 
 def unsupported(text: str) -> list[str]:

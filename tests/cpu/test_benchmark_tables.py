@@ -316,13 +316,15 @@ def test_numbers_of_sentences_come_from_the_results(results, document, capsys):
     rows = records.read_all(results / "nvidia-h200")
     assert number_of('speed("qwen3_step", 8192, peer="huggingface")', rows) == "1.28 ×"
     assert number_of('memory("qwen3_step", 8192)', rows) == "5% less"
+    assert number_of('peak("qwen3_step", 8192)', rows) == "77.0 GiB"
     assert number_of('longest("qwen3_step", "bastile")', rows) == number_of('longest("qwen3_step")', rows) == "8,192"
     assert number_of('operation("rms_norm", "forward", 8192)', rows) == "1.06 ×"
     pairs = [(n, p, y) for n in (4, 12) for p, y in (("liger", 3.0 * n), ("bastile", 6.0))]
     some = [row("qwen3_step_lora_16", p, "full", "step_time", y=y, gpus=1, layers=n) for n, p, y in pairs]
     assert number_of('speed("qwen3_step_lora_16", 8192)', some) == "6.00 ×", "with the most layers that were measured"
     assert number_of('speed("qwen3_step_lora_16", 8192, ours="bastile")', rows + some) == "6.00 ×"
-    for wrong in ('speed("qwen3_step", 512)', 'speed("qwen3_step", 8192, model="qwen3_4b")', 'longest("qwen3_step", "unsloth")'):
+    absent = 'speed("qwen3_step", 512)', 'speed("qwen3_step", 8192, model="qwen3_4b")', 'longest("qwen3_step", "unsloth")'
+    for wrong in (*absent, 'peak("qwen3_step", 512)'):
         with pytest.raises(ValueError, match="no row of the results says"):
             number_of(wrong, rows)
     capsys.readouterr()

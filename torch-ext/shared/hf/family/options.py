@@ -1,6 +1,7 @@
 """The options of `apply`, and what each says; a package has those of its families, in an order of its own."""
 
 import inspect
+import textwrap
 from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
 
 from .families import LOSS
@@ -10,18 +11,18 @@ TEXTS = {
     "rms_norm": "the norms.",
     "swiglu": "the MLP, and the expert that every token goes to where there is one.",
     "experts": """the experts in grouped GEMMs, which the fused decoder layer joins with the router and the norm before it. An
-            implementation that the user chose (`set_experts_implementation`) runs in their place. `moe` is another name for it.""",
+            implementation that the user chose (`set_experts_implementation`) runs instead. `moe` is another name for it.""",
     "rope": "the rotary embedding.",
     LOSS: """the loss without logits, with the scale or the softcap of the family's head: a model in training mode that
             gets labels returns it and no logits. True, False, or a mapping of options, which stands for True: `ignore_index`,
             `class_weight`, `reduction`, `label_smoothing`, `softcap`, `lse_square_scale`, `use_token_scaling`, `accum_dtype`,
             `return_z_loss`, `return_token_accuracy` and `return_predicted_tokens` of `linear_cross_entropy`, and `skip_logits`: whether a
             loss comes without logits, in training mode by default. They hold for every call with labels, in eval mode too, unless the
-            call itself has an argument of that name: model(input_ids=..., labels=..., label_smoothing=0.1). What the return_ options ask
-            for is in the model's output, under the names z_loss, token_accuracy and predicted_tokens.""",
+            call itself has an argument of that name: model(input_ids=..., labels=..., label_smoothing=0.1). The results of the
+            return_ options are in the model's output, as z_loss, token_accuracy and predicted_tokens.""",
     "decoder_layer": "the fused layer, which takes effect where the norms, the MLP and the rotary embedding that it joins are on.",
-    "attention": """on a GPU, attention of ours from the model's next step on, where the model has the implementation that
-            transformers chooses by default. Packed and padded batches, sliding windows and sinks run in kernels of ours, at the cost of
+    "attention": """on a GPU, Bastile's attention from the model's next step on, where the model has the implementation that
+            transformers chooses by default. Packed and padded batches, sliding windows and sinks run in Bastile's kernels, at the cost of
             the tokens that are seen, and documents packed into a row do not see each other; one sequence a row without padding goes to
             SDPA as before, and so do batches whose padding may be read. An implementation that was asked for by name is kept, as far as
             that can be told (docs/options.md).""",
@@ -32,23 +33,22 @@ TEXTS = {
             with delta nets.""",
     "keep_attention": """with gradient checkpointing, each decoder layer's attention runs once, and the backward pass computes the rest
             of the layer again. Attention's output stays in memory, heads * head_dim numbers and a float32 a head for each token and layer.
-            For attention of ours and PyTorch's ("sdpa") without dropout.""",
-    "recompute_mlp": """without gradient checkpointing, the backward pass makes gate and up of the fused decoder layer's MLP, or those of
-            the experts, again instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer
-            (of experts, for each token and expert that it goes to) for half of the products of its forward pass: between nothing and
-            gradient checkpointing, which does not add to it. A number of tokens, a multiple of 16, 4096 say: in longer rows, checkpointed
-            or not, an MLP, or the experts, compute so many at a time, so that a long row's peak does not grow with gate and up; the same
-            but for rounding.""",
-    "log_probs": """TRL's trainers (1.16) compute their log-probabilities without logits, with every model of the process; what ours does
-            not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the
-            backward pass, for speed.""",
+            For Bastile's attention and PyTorch's ("sdpa") without dropout.""",
+    "recompute_mlp": """True: without gradient checkpointing, the backward pass recomputes gate and up of the fused decoder layer's MLP,
+            or of the experts, instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer
+            (of experts, for each token and expert that it goes to) and costs half of the products of the layer's forward pass. A number
+            of tokens, a multiple of 16, such as 4096: in longer rows, checkpointed or not, the MLP or the experts compute that many at a
+            time, so that a long row's peak does not grow with gate and up; the results are the same but for rounding.""",
+    "log_probs": """TRL's trainers (1.16) compute their log-probabilities without logits, with every model of the process; a head that
+            Bastile does not serve (sharded or quantised) goes to TRL's own function. {"recompute": False} keeps the logits of a trained
+            head for the backward pass, for speed.""",
     "products": """"bf16", or "fp8": the products of a dense decoder layer's linear layers, their inputs' gradients and their weights'
             are multiplied in e4m3 where that is possible and pays; `explain` says where. Head, attention, adapters, experts and norms stay
-            as they are. Rounding is another one then: 28 dB a product, where bf16 has 55 (docs/options.md).""",
+            as they are. A product then has 28 dB, where bf16 has 55 (docs/options.md).""",
     "offload": """with gradient checkpointing, the input of each decoder layer goes to pinned memory of the host while the layer runs, on
-            a stream of its own, and comes back while the layer behind it runs backward; with keep_attention, attention's output too.
-            True, or the GiB that may be pinned: by default three quarters of what is free, shared among the ranks of a host; what is
-            beyond goes to pageable memory, with a warning. The same bits. Not under `capture`, which says so, nor `torch.compile`.""",
+            a stream of its own, and comes back while the layer after it runs backward; with keep_attention, attention's output too. The
+            results have the same bits. True, or the GiB that may be pinned: by default three quarters of what is free, shared among the
+            ranks of a host; the rest goes to pageable memory, with a warning. Not under `capture`, which says so, nor `torch.compile`.""",
 }
 OTHER_NAMES = {"moe": "experts"}
 
@@ -67,10 +67,12 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 
 
-APPLY = """Puts the layers on transformers' classes of {names}: models that exist and models made later use them.
+APPLY = """Puts the layers on transformers' classes: models that exist and models loaded later use them. Call it before creating a trainer.
 
-    After the call exactly the operations given as True are active. The last call wins, also over `kernelize`. Not thread-safe against a
-    running forward pass.
+    After the call exactly the operations given as True are active. The last call wins, also over `kernelize`. `reset` undoes it, `explain`
+    says what runs fused. Not thread-safe against a running forward pass.
+
+    Families: {names}.
 
     Args:
 {arguments}
@@ -104,4 +106,5 @@ def given(signature: inspect.Signature, args: tuple, kwargs: Dict[str, Any]) -> 
 
 def text_of(names: Sequence[str], families: str) -> str:
     """The docstring of an `apply` with these options."""
-    return APPLY.format(names=families, arguments="\n".join(f"        {name}: {TEXTS[name]}" for name in names))
+    folded = textwrap.fill(families, 125, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return APPLY.format(names=folded, arguments="\n".join(f"        {name}: {TEXTS[name]}" for name in names))

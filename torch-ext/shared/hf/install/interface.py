@@ -60,13 +60,15 @@ class Interface:
     ):  # fmt: skip
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
-        A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
-        torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. In the package of
-        decoders, and in `bastile`, a model of no family, such as one in a file of your own or in remote code, is read: where its decoder
-        layers compute what a row of the table can say, and a small copy of them gives the same results and gradients, they are fused, and
-        those parts that no row can say are called as they are. That takes a second, once. The loss needs no logits where what the forward
-        does with them can be followed, also behind a vision or audio tower. What computes anything else stays as it is, and `explain` says
-        what, with the line that decided.
+        Call it before creating a trainer. A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm)
+        keeps that, with a warning. For torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were
+        copied from.
+
+        `bastile`, and the packages of decoders and of moe, also take a model of no family, such as one in a file of your own or in remote
+        code. Its decoder layers are read, and compared on a small copy, results and gradients, with their own forwards, which takes a
+        second, once. Layers that can be read are fused, and parts of them that cannot be read are called as they are. The loss needs no
+        logits where the forward's use of them can be followed, also with a vision or audio tower. `explain` says what stays as it is,
+        with the line that decided.
 
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).
@@ -74,8 +76,8 @@ class Interface:
             attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload: as in `apply`.
 
         Raises:
-            TypeError: when the model has none of the layers that this package stands in for.
-            ValueError: for `kernels.Mode.FALLBACK`, and for unknown products or a size that is none.
+            TypeError: when the model has none of the layers that this package replaces.
+            ValueError: for `kernels.Mode.FALLBACK`, unknown products, and sizes that `recompute_mlp` or `offload` cannot have.
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
@@ -133,11 +135,11 @@ class Interface:
         return eight_bit_weights.sixteen_bits(model)
 
     def host_embeddings(self, model):
-        """Keeps the frozen embedding of a model's tokens in the host's memory, in place, and returns the model: 1.2 GB of GPT-OSS-20B, of
-        which a step reads the rows of its tokens.
+        """Keeps the frozen embedding of a model's tokens in the host's memory, in place, and returns the model: 1.2 GB for GPT-OSS-20B, of
+        which a step reads only the rows of its tokens.
 
-        Each pass looks them up on the host and copies them to the device; ids that are on a GPU have the host wait for it once a pass.
-        Call it at any time, before or after `kernelize` and `get_peft_model`; the result lies where the weight was, or where the model is
+        Each pass looks them up on the host and copies them to the device; with ids on a GPU the host waits for it once a pass. Call it at
+        any time, before or after `kernelize` and `get_peft_model`; results are on the device that held the weight, or to which the model is
         moved later. State dicts and `save_pretrained` have the weight as before.
 
         model: alone or inside another module (PEFT). Raises ValueError that names the embedding where it is to be trained, tied to the
@@ -155,10 +157,10 @@ class Interface:
         return one_model.explain(self.families, model, self._shapes)
 
     def report(self, check=False):
-        """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
+        """Examines this machine: the GPUs and which kernels serve them, the driver, and which versions fit, with advice where they do not.
 
-        check: compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU, too; in about
-        a minute.
+        check: also compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU; that takes
+        about a minute.
         Returns a `Report`: printed, what belongs in a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
         `python -m bastile` prints it too, with `--check` for `check`.
         """
@@ -173,8 +175,8 @@ class Interface:
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
-        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model. Without a shape, for
-        the sizes that come most often.
+        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], or without a shape for the most frequent
+        lengths, and returns the model.
 
         With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
         other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
@@ -183,9 +185,8 @@ class Interface:
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
         Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
-        layers get graphs for each length that comes again, up to `sizes` of them; a length that comes twice as often as the rarest of
-        these takes its place. Rows get up to an eighth of tokens of no text, so that lengths are few. Documents may lie elsewhere in each
-        batch.
+        layers get graphs for each length that recurs, up to `sizes` of them; a length that occurs twice as often as the rarest of these
+        takes its place. Rows get up to an eighth more tokens, of no text, so that lengths are few. Documents may begin anywhere in a batch.
         `explain` says how many passes are replayed, and the memory.
 
         Checkpointed layers (`use_reentrant=False`) run again in the backward graph. Other shapes, evaluation, generation and layers with
@@ -217,10 +218,10 @@ class Interface:
         return patching.get_patched_ops(self.families)
 
     def reset(self):
-        """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
+        """Puts everything back: transformers' classes and functions, and every module that has a forward of this package.
 
-        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported. What
-        another of our packages serves stays as it is.
+        Undoes `apply`, `kernelize`, `mapping`, and `kernels.kernelize` with that mapping. Does nothing where transformers is not imported.
+        Families that another package of Bastile serves stay as they are.
         """
         patching.reset(self.families)
 
