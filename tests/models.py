@@ -201,7 +201,7 @@ def own_attributes(layer) -> set:
 
 def packed_groups(package, layer):
     """Whether one matrix holds the weights of q, k and v of a decoder layer, and whether one holds those of gate and up."""
-    side_by_side = importlib.import_module(f"{package.__name__}.shared.ops.common").side_by_side
+    side_by_side = importlib.import_module(f"{package.__name__}.shared.ops.neighbours").side_by_side
     attention, mlp = layer.self_attn, layer.mlp
     groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
     return [side_by_side([next(linear.parameters()) for linear in group]) is not None for group in groups]

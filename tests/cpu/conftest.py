@@ -269,7 +269,7 @@ def replay(interpreted):
 @pytest.fixture
 def column_sum(interpreted):
     """An operation of `interpreted` that is one launch."""
-    return importlib.import_module(f"{interpreted.__name__}.shared.ops.common").column_sum
+    return importlib.import_module(f"{interpreted.__name__}.shared.ops.arrays").column_sum
 
 
 @pytest.fixture

@@ -347,7 +347,7 @@ def test_grouped_gemms_that_the_kernels_do_not_take(package, backend, dtype, k, 
 
 def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monkeypatch):
     """The weight and the result of grouped_outer are the largest arrays of all."""
-    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.common"], "REACH", 4 * 24 * 40 - 1)
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.arrays"], "REACH", 4 * 24 * 40 - 1)
     backend.launched.clear()
     grouped_gemm.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
     assert not backend.launched

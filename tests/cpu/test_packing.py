@@ -43,12 +43,12 @@ def test_a_packed_model_trains_as_before(qwen3):
 
 def of_one_group(qwen3, *rows, dtype=torch.float32):
     """(side_by_side, weights that lay_side_by_side placed)."""
-    common = importlib.import_module(f"{qwen3.__name__}.shared.ops.common")
+    neighbours = importlib.import_module(f"{qwen3.__name__}.shared.ops.neighbours")
     weights = [torch.nn.Parameter(torch.randn(count, 8).to(dtype)) for count in rows]
     before = [weight.detach().clone() for weight in weights]
-    common.lay_side_by_side(weights)
-    assert all(map(torch.equal, weights, before)) and torch.equal(common.side_by_side(weights), torch.cat(before))
-    return common.side_by_side, weights
+    neighbours.lay_side_by_side(weights)
+    assert all(map(torch.equal, weights, before)) and torch.equal(neighbours.side_by_side(weights), torch.cat(before))
+    return neighbours.side_by_side, weights
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)

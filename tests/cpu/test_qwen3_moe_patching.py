@@ -134,7 +134,7 @@ def test_pack(qwen3):
     model = qwen3.pack(tiny_qwen3_moe())
     assert packed_groups(qwen3, model.model.layers[1]) == [True, True]
     attention = model.model.layers[0].self_attn
-    side_by_side = sys.modules[f"{qwen3.__name__}.shared.ops.common"].side_by_side
+    side_by_side = sys.modules[f"{qwen3.__name__}.shared.ops.neighbours"].side_by_side
     assert side_by_side([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
 
 

@@ -35,7 +35,7 @@ def test_every_autograd_function_refuses_by_our_decorator():
         assert "once_differentiable" in [ast.unparse(decorator) for decorator in backward.decorator_list], f"{path}: {node.name}"
         imported = [part for part in ast.walk(tree) if isinstance(part, ast.ImportFrom) and "once_differentiable" in
                     [alias.name for alias in part.names]]  # fmt: skip
-        assert [(part.level > 0, part.module.split(".")[-1]) for part in imported] == [(True, "common")], path
+        assert [(part.level > 0, part.module.split(".")[-1]) for part in imported] == [(True, "autograd")], path
 
 
 def penalty(model, tokens):

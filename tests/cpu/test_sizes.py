@@ -78,7 +78,7 @@ def test_tokens_of_attention_beyond_2_31_elements(interpreted):
 
 
 def test_rows_of_experts_beyond_2_31_elements_go_to_pytorch(interpreted, monkeypatch):
-    gates, common = (importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("expert_gate", "common"))
+    gates, arrays = (importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("expert_gate", "arrays"))
     order, position = torch.tensor([0, 2, 1, 3]), torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
     x, y, scores, launched = numbers(2, 64), numbers(4, 128), torch.ones(4), []
     for name in ("_rows_kernel", "_sum_kernel", "_swiglu_forward_kernel"):
@@ -91,7 +91,7 @@ def test_rows_of_experts_beyond_2_31_elements_go_to_pytorch(interpreted, monkeyp
 
     expected = results()
     assert len(launched) == 3
-    monkeypatch.setattr(common, "REACH", 255)
+    monkeypatch.setattr(arrays, "REACH", 255)
     assert all(map(functools.partial(torch.allclose, rtol=1e-2, atol=1e-2), results(), expected)) and len(launched) == 3
 
 
@@ -129,7 +129,7 @@ def in_parts(package, results_of, limits):
 
 
 def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, monkeypatch):
-    module, ops = importlib.import_module(f"{interpreted.__name__}.shared.ops.common"), operations(interpreted)
+    module, ops = importlib.import_module(f"{interpreted.__name__}.shared.ops.arrays"), operations(interpreted)
     x, weight = leaf(numbers(150, 1024)), leaf(numbers(1024, seed=1))
     projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 150, 128, seed=4),) * 2
 
@@ -142,7 +142,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    modules = [importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("common", "linear_head")]
+    modules = [importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("arrays", "linear_head")]
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
 

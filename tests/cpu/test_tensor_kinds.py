@@ -459,11 +459,11 @@ def test_experts_of_tensors_without_numbers(loaded, gpt_oss):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("rows", (0, 1, 600))
 def test_a_column_sum_of_any_layout_is_right_or_refused(interpreted, rows, layout):
-    common = importlib.import_module(f"{interpreted.__name__}.shared.ops.common")
+    arrays = importlib.import_module(f"{interpreted.__name__}.shared.ops.arrays")
     partial = layout(randn(rows, 37, dtype=FP32, device="cpu"))
     for dtype in (FP32, BF16, torch.float16):
         try:
-            found = common.column_sum(partial, dtype)
+            found = arrays.column_sum(partial, dtype)
         except runtime_of(interpreted).launch.PromiseError as error:
             assert re.search("partial (has stride|is expanded|has length 0 in dimension 0, expected at least 1)", str(error))
             assert rows == 0 or not partial.is_contiguous()

@@ -46,7 +46,7 @@ def test_the_documents_pyproject_and_the_messages_say_the_same(qwen3, name):
     assert tested and all(RANGES[name].contains(version) for version in tested)
     assert {".".join(str(v).split(".")[: oldest.count(".") + 1]) for v in tested} >= {oldest}
     if name == "torch":
-        minimum = part(qwen3, "shared.ops.common").TORCH_MIN
+        minimum = part(qwen3, "shared.runtime.torch_version").TORCH_MIN
         assert RANGES[name] == SpecifierSet(f">={minimum[0]}.{minimum[1]}") and oldest == f"{minimum[0]}.{minimum[1]}"
     else:
         assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.parts.hub"), f"{name.upper()}_EXPECTED"))
@@ -56,12 +56,12 @@ def test_the_documents_pyproject_and_the_messages_say_the_same(qwen3, name):
 @pytest.mark.parametrize("version", ("2.5.1", "2.5.1+cu121", "1.13.0", "2.0.0a0+git1234"))
 def test_an_old_torch_is_refused_with_the_one_to_install(qwen3, version):
     with pytest.raises(ImportError, match=rf"^torch is {re.escape(version)}, expected torch>=2.6. Run: pip install 'torch>=2.6'$"):
-        part(qwen3, "shared.ops.common").check_torch(version)
+        part(qwen3, "shared.runtime.torch_version").check_torch(version)
 
 
 @pytest.mark.parametrize("version", ("2.6.0", "2.15.0+cu132", "2.16.0.dev20261101", "3.0.0"))
 def test_a_torch_of_the_range_is_taken(qwen3, version):
-    part(qwen3, "shared.ops.common").check_torch(version)
+    part(qwen3, "shared.runtime.torch_version").check_torch(version)
 
 
 @pytest.mark.parametrize("version", ("4.57.6", "5.0.0", "5.16.1"))

@@ -176,7 +176,7 @@ def test_packed_weights_have_storages_of_their_own(ops, tmp_path):
 
 def test_packed_memory_lives_as_long_as_one_of_its_weights(ops):
     model = ops.pack(model_of(torch.bfloat16))
-    side_by_side, attention = importlib.import_module(f"{ops.__name__}.shared.ops.common").side_by_side, model.model.layers[0].self_attn
+    side_by_side, attention = importlib.import_module(f"{ops.__name__}.shared.ops.neighbours").side_by_side, model.model.layers[0].self_attn
     weights = [linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
     block, weight = weakref.ref(side_by_side(weights)), weights[1].detach()
     expected = weight.clone()

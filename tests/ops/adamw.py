@@ -77,14 +77,14 @@ def check_adamw_of_four(package, device, dtype, capturable=False):
 
 def check_adamw_in_slabs(ops):
     """More elements than one launch may reach over, with the bound put low."""
-    with limit(ops, "common", "SLAB", 1024):
+    with limit(ops, "arrays", "SLAB", 1024):
         check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
 
 
 def check_that_slabs_are_launches(ops):
     counts = []
     for slab in (2**30, 1024):
-        with limit(ops, "common", "SLAB", slab):
+        with limit(ops, "arrays", "SLAB", slab):
             before = len(launched(ops))
             for kernel in list(runtime_of(ops).launch.tuner.kernels):
                 kernel.forget()

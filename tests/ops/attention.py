@@ -257,15 +257,15 @@ def check_capped(package):
 
 def check_some_heads_at_once(package):
     """As if 32 bits counted no further than two heads of k with their queries, of three."""
-    names = "attention", "attention_heads", "common"
-    module, heads, common = (importlib.import_module(f"{package.__name__}.shared.ops.{name}") for name in names)
+    names = "attention", "attention_heads", "arrays"
+    module, heads, arrays = (importlib.import_module(f"{package.__name__}.shared.ops.{name}") for name in names)
     most = heads.REACH
     for case in (Case(120, packed(50, 1, 69), heads=6, kv_heads=3, sinks=True), Case(120, packed(50, 70), 6, 3, packed=True)):
         try:
-            heads.REACH = common.REACH = 2 * case.tokens * 2 * case.head_dim
+            heads.REACH = arrays.REACH = 2 * case.tokens * 2 * case.head_dim
             check_operation(module, case)
         finally:
-            heads.REACH = common.REACH = most
+            heads.REACH = arrays.REACH = most
 
 
 CHECKS = {"attention": check_attention, "capped": check_capped, "heads": check_some_heads_at_once}

@@ -9,10 +9,10 @@ from tests.tolerances import assert_close
 
 def check_column_sum(ops):
     """More rows than a block takes in one step, columns that fill no tile; then other rows."""
-    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
+    arrays = importlib.import_module(f"{ops.__name__}.shared.ops.arrays")
     for rows in (600, 3):
         partial = randn(rows, 37, dtype=FP32, device=CPU)
-        assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
+        assert_close(arrays.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
 
 
 # ---------------------------------------------------------------- planted errors

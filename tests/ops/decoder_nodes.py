@@ -15,9 +15,9 @@ from tests.tolerances import assert_close
 
 
 def lay_side_by_side(ops, weights):
-    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
-    common.lay_side_by_side(weights)
-    assert common.side_by_side(weights) is not None
+    neighbours = importlib.import_module(f"{ops.__name__}.shared.ops.neighbours")
+    neighbours.lay_side_by_side(weights)
+    assert neighbours.side_by_side(weights) is not None
 
 
 def part_of(ops, name):

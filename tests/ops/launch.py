@@ -79,13 +79,13 @@ CHECKS = {
     "launch_copies": check_that_results_are_never_copies,
 }
 MUTANTS = [
-    *generated("shared/ops/common.py", "norm_in_parts or swiglu_odd or adamw_in_slabs",
+    *generated("shared/ops/arrays.py", "norm_in_parts or swiglu_odd or adamw_in_slabs",
                "ElementwiseKernel.__init__ ElementwiseKernel._slabs split_rows"),
     *generated("shared/runtime/launch.py", "launch_alignments", "Kernel.__call__"),
-    *errors_in("shared/ops/common.py", "adamw_in_slabs", "ElementwiseKernel._slabs",
+    *errors_in("shared/ops/arrays.py", "adamw_in_slabs", "ElementwiseKernel._slabs",
          ("arrays[0].shape[0] <= rows", "True", "adamw_counts_slabs")),
-    *errors_in("shared/ops/common.py", "norm_in_parts", "split_rows", ("0 < rows <= GRID_MAX[0]", "True")),
-    *errors_in("shared/ops/common.py", "elementwise_shapes", "ElementwiseKernel._rows",
+    *errors_in("shared/ops/arrays.py", "norm_in_parts", "split_rows", ("0 < rows <= GRID_MAX[0]", "True")),
+    *errors_in("shared/ops/arrays.py", "elementwise_shapes", "ElementwiseKernel._rows",
          ("tensor.shape != first.shape", "False")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel.__call__",
          ("argument.shape, ", ""),

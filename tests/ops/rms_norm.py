@@ -72,7 +72,7 @@ ADD_RMS_NORM_SHAPES = ((3, 1024), (2, 2, 2048), (5, 2560), (2, 4096), (3, 5120),
 
 def check_norm_in_parts(ops):
     """More rows than a grid has blocks, with the bound put low."""
-    with limit(ops, "common", "GRID_MAX", (64, 1, 1)):
+    with limit(ops, "arrays", "GRID_MAX", (64, 1, 1)):
         before = len(launched(ops))
         check_rms_norm(ops, CPU, FP32, (130, 1024))
         assert len(launched(ops)) - before >= 4

@@ -135,7 +135,7 @@ def test_what_the_first_backward_pass_needs_of_pytorch_is_made_aside_once(device
 
 def test_it_is_made_where_a_device_is_first_seen_inside_of_an_autograd_function(device, handles, monkeypatch):
     """There gradients are switched off, as in inference."""
-    common = importlib.import_module(device.__name__.replace("runtime.device", "ops.common"))
+    autograd = importlib.import_module(device.__name__.replace("runtime.device", "ops.autograd"))
     made = handles(torch.no_grad())
 
     class Double(torch.autograd.Function):
@@ -149,7 +149,7 @@ def test_it_is_made_where_a_device_is_first_seen_inside_of_an_autograd_function(
         def get_device(self):
             return 0
 
-    monkeypatch.setattr(common, "PLAIN", (*common.PLAIN, Elsewhere))
+    monkeypatch.setattr(autograd, "PLAIN", (*autograd.PLAIN, Elsewhere))
     leaf = torch.nn.Parameter(torch.ones(2))
     for mode, tensor, expected in (
         (torch.no_grad, Elsewhere(leaf), 0),
@@ -158,7 +158,7 @@ def test_it_is_made_where_a_device_is_first_seen_inside_of_an_autograd_function(
         (torch.enable_grad, Elsewhere(leaf), 1),
     ):
         with mode():
-            common.apply_function(Double, tensor, 3)
+            autograd.apply_function(Double, tensor, 3)
         join_the_thread_of(device)
         assert len(made) == expected
 

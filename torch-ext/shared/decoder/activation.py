@@ -8,6 +8,8 @@ from ..ops import gated_activation as gated
 from ..ops.quantised import Quantised, quantise_rows, swiglu_backward_quantised, swiglu_quantised
 from ..ops.swiglu import backward_in_place, swiglu_forward, swiglu_reference
 
+__all__ = ["gated_backward_in_place", "gated_backward_quantised", "gated_forward", "gated_quantised", "gated_reference"]
+
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ONE = (1.0, 1.0)  # multipliers of the gate and of the result
 

@@ -7,10 +7,12 @@ from typing import Any, Optional, Sequence
 
 import torch
 
-from ..ops.common import describe, fail, need_floats
+from ..ops.arguments import describe, fail, need_floats
 from .projection import Projection, check_projection
 from .spec import Inputs
 from .steps import InputTensors, OutputTensors
+
+__all__ = ["check_attended", "check_expert_adapter", "check_inputs", "check_like", "check_mlp", "check_stream", "split_groups"]
 
 
 def split_groups(projections: Sequence, has_o: bool) -> list:

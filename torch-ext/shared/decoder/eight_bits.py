@@ -21,12 +21,14 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..ops.common import constant_when_traced
+from ..ops.operators import constant_when_traced
 from ..ops.quantised import E4M3, STEP, Operand, Quantised, quantise_rows, quantise_transposed
 from ..ops.second_run import are_watched
 from ..runtime.device import why_no_kernels
 from ..runtime.launch import INT32_MAX, ships
 from .projection import CodedWeight, EightBitWeight, Group, Projection
+
+__all__ = ["FEWEST", "KINDS", "EightBits", "fewest_of", "groups_in_eight", "why_not_eight"]
 
 BF16 = torch.bfloat16
 KINDS = ("bf16", "fp8")  # of products

@@ -11,9 +11,12 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from ..ops.common import constant_when_traced, once_differentiable, operator_of
+from ..ops.autograd import once_differentiable
+from ..ops.operators import constant_when_traced, operator_of
 from .projection import NodeLayout, need_traceable, projection_of, told_of
 from .spec import constants_of, spec_of
+
+__all__ = ["InGraph", "in_graph_of"]
 
 _text = constant_when_traced(lambda *values: json.dumps(values, default=str))  # a graph has one guard for it
 

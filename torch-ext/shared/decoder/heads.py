@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional, Tuple, Union
 import torch
 
 from ..ops import head_norm_kernels, pair_rotary, row_norm_kernels
-from ..ops.common import new_like
+from ..ops.arrays import new_like
 from ..ops.part_rotary import rotate_parts
 from ..ops.rotary import (
     norm_backward_into,
@@ -25,6 +25,8 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from .norms import is_plain, norm_backward, norm_forward, norm_reference
 from .spec import Inputs
+
+__all__ = ["Heads", "SavedHeads", "heads_backward", "heads_forward", "heads_reference", "is_fused", "turned_reference"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

@@ -11,7 +11,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import always
+from ..ops.autograd import always
 from ..ops.quantised import Operand
 from ..ops.swiglu import are_few
 from .activation import gated_backward_in_place, gated_backward_quantised, gated_forward, gated_quantised
@@ -31,6 +31,11 @@ from .steps import (
     scaled,
     wanted,
 )
+
+__all__ = [
+    "MLPSaved", "OutputGroups", "Sums", "add_branch", "add_branch_backward", "mlp_backward", "mlp_finish", "mlp_forward", "mlp_start",
+    "tiled_finish", "tiled_forward", "tiled_start", "tiles_of",
+]  # fmt: skip
 
 
 class OutputGroups(NamedTuple):

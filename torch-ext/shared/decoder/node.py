@@ -11,13 +11,15 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 
 from ..ops.autocast import outside_autocast
-from ..ops.common import apply_function, once_differentiable
+from ..ops.autograd import apply_function, once_differentiable
 from ..ops.second_run import Rest, apply_in_parts, unfinished
 from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .eight_bits import groups_in_eight
 from .graph import InGraph, in_graph_of
 from .projection import SIZE, CodedWeight, NodeLayout, Projection, by_projection, layout_of
+
+__all__ = ["Given", "Gradients", "Node"]
 
 Shape = Tuple[type, Tuple[int, ...]]  # of a tree: its class, and for each field the length of a list, or ONE
 ONE = -1

@@ -32,6 +32,11 @@ from .projections import Copies, Projections, all_made, of_second_half, of_secon
 from .spec import Inputs, Norm, Outputs
 from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped
 
+__all__ = [
+    "AFTER_ATTENTION", "TILE_OF", "add_branch_reference", "groups_of", "named", "norm_attention_inputs", "norm_mlp", "product_dtype",
+    "stream_of", "why_not_tiled",
+]  # fmt: skip
+
 Tensors = Sequence[Projection]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import fail
+from ..ops.arguments import fail
 from .checks import check_stream
 from .graph import InGraph
 from .node import Given, Gradients, Node
@@ -18,6 +18,8 @@ from .projection import Projection, check_projection, flat_parts, needs_in_parts
 from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Norm
 from .steps import shaped
+
+__all__ = ["norm_projections"]
 
 
 class Stream(NamedTuple):

@@ -8,6 +8,11 @@ from ..ops import residual_norm
 from ..ops import rms_norm as norms
 from .spec import Norm
 
+__all__ = [
+    "add_norm_backward", "add_norm_forward", "add_rms_norm", "is_plain", "norm_add_forward", "norm_add_norm_forward", "norm_backward",
+    "norm_forward", "norm_reference", "normed_again", "rms_norm",
+]  # fmt: skip
+
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

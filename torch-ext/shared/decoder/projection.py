@@ -8,9 +8,17 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 from torch.nn.functional import dropout, linear
 
-from ..ops.common import KEPT, constant, fail, side_by_side
+from ..ops.arguments import fail
+from ..ops.neighbours import side_by_side
+from ..ops.operators import KEPT, constant
 from ..ops.quantised import E4M3, Quantised, dense_of
 from ..runtime.replay import IDENTITIES
+
+__all__ = [
+    "FP32", "SIZE", "CodedWeight", "EightBitWeight", "FourBitWeight", "Group", "NodeLayout", "PartNeeds", "Parts", "Projection",
+    "by_projection", "check_projection", "flat_parts", "in_parts", "is_traceable", "layout_of", "need_traceable", "needs_in_parts",
+    "projection_of", "projection_reference", "told_of",
+]  # fmt: skip
 
 FP32 = torch.float32
 

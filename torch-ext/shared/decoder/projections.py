@@ -21,6 +21,8 @@ from .norms import add_norm_backward, normed_again
 from .projection import FP32, Group, PartNeeds, Parts, in_parts
 from .spec import Norm
 
+__all__ = ["Copies", "NormedInput", "Projections", "all_made", "normed_input_backward", "of_second_half", "of_second_half_loaded"]
+
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 

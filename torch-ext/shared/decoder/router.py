@@ -5,7 +5,10 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch.nn.functional import linear
 
-from ..ops.common import accumulation_dtype, fail
+from ..ops.arguments import fail
+from ..ops.arrays import accumulation_dtype
+
+__all__ = ["SOFTMAX", "Router", "Scores", "check_choice", "choose_experts", "logits_of", "rounded", "router_backward"]
 
 
 class Scores(NamedTuple):

@@ -11,7 +11,9 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn.functional import linear
 
-from ..ops.common import accumulation_dtype, always, describe, fail
+from ..ops.arguments import describe, fail
+from ..ops.arrays import accumulation_dtype
+from ..ops.autograd import always
 from ..ops.expert_gate import Gate, gate_backward, gate_forward
 from ..ops.swiglu import are_few
 from .activation import gated_backward_in_place, gated_forward, gated_reference
@@ -19,6 +21,10 @@ from .checks import check_like
 from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
 from .projections import Projections
 from .steps import needs_any
+
+__all__ = [
+    "SharedExpert", "SharedGradients", "SharedNeeds", "check_shared", "gate_and_up", "shared_backward", "shared_reference", "shared_start",
+]  # fmt: skip
 
 SILU = Gate(interleaved=False, alpha=0.0, limit=float("inf"))
 

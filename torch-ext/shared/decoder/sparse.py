@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from ..ops.arguments import describe, fail, need_floats
 from ..ops.autocast import without_autocast
-from ..ops.common import always, describe, fail, need_floats
+from ..ops.autograd import always
 from ..ops.expert_adapters import NO_ADAPTERS, ExpertAdapter, ExpertAdapters, ExpertFactors, Factors
 from ..ops.experts import experts_backward, experts_finish, experts_reference, experts_start, first_gemm
 from ..ops.four_bits import CodedExperts, dense
@@ -43,6 +44,8 @@ from .shared_expert import (
 from .sparse_experts import DEFAULT, ExpertOptions, ExpertTensors, tiled_experts, tiled_experts_backward
 from .spec import Outputs
 from .steps import Joined, JoinedGradients, Optionals, flat_heads, join_backward, join_forward, need_join, shaped
+
+__all__ = ["norm_experts"]
 
 
 class SparseTensors(NamedTuple):

@@ -15,6 +15,8 @@ from ..ops.experts import ExpertGradients, experts_backward, experts_finish, exp
 from .mlp_steps import Sums, tiles_of
 from .projection import Parts
 
+__all__ = ["DEFAULT", "ExpertOptions", "ExpertTensors", "tiled_experts", "tiled_experts_backward"]
+
 
 class ExpertOptions(NamedTuple):
     """How the experts' weights are laid out and what lies between them; as the options of `experts`."""

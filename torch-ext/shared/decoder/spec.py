@@ -8,7 +8,9 @@ Each of the norms may be absent: its weight is None then. A description is hasha
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple, get_type_hints
 
-from ..ops.common import constant
+from ..ops.operators import constant
+
+__all__ = ["Inputs", "Norm", "Outputs", "constants_of", "spec_of"]
 
 
 class Norm(NamedTuple):

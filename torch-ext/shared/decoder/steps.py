@@ -10,13 +10,18 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import always
+from ..ops.autograd import always
 from ..ops.swiglu import are_few
 from .heads import Heads, SavedHeads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
 from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Inputs, Outputs
+
+__all__ = [
+    "InputSaved", "InputTensors", "Joined", "JoinedGradients", "Optionals", "OutputTensors", "flat_heads", "in_heads", "inputs_backward",
+    "inputs_forward", "join_backward", "join_forward", "need_join", "needs_any", "scaled", "shaped", "wanted",
+]  # fmt: skip
 
 Optionals = Optional[torch.Tensor]
 

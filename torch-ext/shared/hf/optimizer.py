@@ -16,9 +16,11 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from ..ops.adamw import Steps, constants, fits, numbers, numbers_on_device
-from ..ops.common import fail
+from ..ops.arguments import fail
 from ..runtime.device import PLAIN, is_transformed
 from ..runtime.layouts import same_as
+
+__all__ = ["AdamW"]
 
 REFUSED = ("amsgrad", "maximize", "differentiable")
 CPU = torch.device("cpu")

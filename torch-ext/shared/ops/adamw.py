@@ -9,8 +9,10 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Batch, Kernel
 from ..runtime.tuning import DTYPES
-from . import common
-from .common import ElementwiseKernel
+from . import arrays
+from .arrays import ElementwiseKernel
+
+__all__ = ["Steps", "constants", "fits", "load", "numbers", "numbers_on_device"]
 
 # Elements of the smallest parameter that a kernel of ours steps: PyTorch's fused step takes many small ones with one launch.
 SMALLEST = 2**20
@@ -141,7 +143,7 @@ def _in_fours(rows: Sequence[Sequence[torch.Tensor]]) -> Iterator[List[int]]:
 def _is_whole(row: Sequence[torch.Tensor]) -> bool:
     """Whether the kernel of four takes a parameter: as pieces that are all full, at aligned addresses, within reach of one launch."""
     count = row[0].numel()
-    return 0 < count <= common.SLAB and count % _kernel_of_four.constant("TILE") == 0 and not any(tensor.data_ptr() & 15 for tensor in row)
+    return 0 < count <= arrays.SLAB and count % _kernel_of_four.constant("TILE") == 0 and not any(tensor.data_ptr() & 15 for tensor in row)
 
 
 def load(dtype: torch.dtype, device) -> None:

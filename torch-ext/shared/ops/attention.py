@@ -14,22 +14,16 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype
 from .attention_heads import of_heads, one_head_is_within_reach, parts_of_heads
 from .attention_plan import AttentionPlan, Pair
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    autocasts,
-    constant_when_traced,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    traceable,
-)
+from .autograd import apply_function, autocasts, needs_formula, once_differentiable
+from .operators import constant_when_traced, traceable
 from .recorded import recorded
+
+__all__ = ["attention", "attention_reference", "takes_dtype", "takes_heads"]
 
 LOG2E = math.log2(math.e)
 

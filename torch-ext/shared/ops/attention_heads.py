@@ -5,7 +5,9 @@ from typing import List, Tuple
 
 import torch
 
-from .common import REACH, within_reach
+from .arrays import REACH, within_reach
+
+__all__ = ["of_heads", "one_head_is_within_reach", "parts_of_heads"]
 
 
 def parts_of_heads(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> List[Tuple[slice, slice]]:

@@ -6,11 +6,10 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import INT32_MAX, Kernel
-from .common import (
-    describe,
-    fail,
-    traceable,
-)
+from .arguments import describe, fail
+from .operators import traceable
+
+__all__ = ["AttentionPlan", "Pair"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

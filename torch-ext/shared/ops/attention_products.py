@@ -8,10 +8,14 @@ from typing import Iterator, NamedTuple, Optional
 
 import torch
 
+from .arguments import fail
+from .arrays import accumulation_dtype
 from .attention import attention_reference
 from .attention_plan import AttentionPlan
 from .autocast import outside_autocast
-from .common import accumulation_dtype, apply_function, fail, needs_formula, once_differentiable
+from .autograd import apply_function, needs_formula, once_differentiable
+
+__all__ = ["Reach", "attention_by_products", "wants_products"]
 
 SCORES = 1 << 26  # of all heads that are in memory at once, in fp32
 ROWS = 64, 1024  # queries of a product: the fewest, however long a row is, and the most

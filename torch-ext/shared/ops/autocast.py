@@ -7,7 +7,9 @@ from typing import Any, List, Optional
 
 import torch
 
-from .common import autocasts
+from .autograd import autocasts
+
+__all__ = ["as_autocast", "casts_products_of", "outside_autocast", "without_autocast"]
 
 
 def without_autocast(device: torch.device):

@@ -6,9 +6,16 @@ import torch
 
 from ..runtime.device import is_ordinary
 from ..runtime.launch import Kernel
+from .arguments import checked_index, describe, fail
+from .arrays import accumulation_dtype
 from .autocast import without_autocast
-from .common import accumulation_dtype, checked_index, describe, fail
 from .linear_head import check_accum_dtype, fp16_factor
+
+__all__ = [
+    "Chunk", "CrossEntropyOptions", "KernelChunk", "LinearCrossEntropyOutput", "TokenLosses", "TorchChunk", "check_labels", "check_numbers",
+    "check_one_value_a_class", "check_reduction", "checked_options", "cross_entropy_of_logits", "distance_of", "is_counted", "output_of",
+    "reduced", "reduction_scale", "shares_of", "shift_of", "z_loss_of",
+]  # fmt: skip
 
 
 def _pieces_grid(c, logits, *_):

@@ -11,18 +11,9 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    describe,
-    fail,
-    flat_rows,
-    kernels_compute,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail
+from .arrays import accumulation_dtype, flat_rows, kernels_compute, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
 from .cross_entropy import (
     Chunk,
     CrossEntropyOptions,
@@ -41,8 +32,11 @@ from .cross_entropy import (
     shares_of,
     z_loss_of,
 )
+from .operators import traceable
 from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
 from .sums import counted_mean, inverse_count, total
+
+__all__ = ["cross_entropy"]
 
 _statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
 _statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=pieces_grid)

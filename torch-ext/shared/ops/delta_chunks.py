@@ -6,7 +6,9 @@ import torch
 from torch.nn.functional import pad
 
 from ..runtime.device import version_of
-from .common import describe, fail, need_floats
+from .arguments import describe, fail, need_floats
+
+__all__ = ["CHUNK", "DeltaChunks", "check_arguments", "chunks_of", "chunks_of_rows", "keeping_chunks"]
 
 CHUNK = 64
 KEPT_ON = "_bastile_delta_chunks"  # an attribute of bounds that this package made: what was made of them

@@ -12,11 +12,15 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch.nn.functional import linear, normalize, pad
 
-from .common import accumulation_dtype, checked_index, fail, needs_formula
+from .arguments import checked_index, fail
+from .arrays import accumulation_dtype
+from .autograd import needs_formula
 from .divergence import check_numbers
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_head import fp16_factor
 from .linear_jsd import LossOfLogits, check_heads, linear_jsd, reduced_loss
+
+__all__ = ["linear_cosine", "linear_distillation_loss"]
 
 DISTANCES = ("jsd", "cosine")
 

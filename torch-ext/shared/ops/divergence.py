@@ -10,23 +10,16 @@ from typing import Optional, Tuple
 import torch
 
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    checked_index,
-    describe,
-    fail,
-    flat_rows,
-    kernels_compute,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import checked_index, describe, fail
+from .arrays import accumulation_dtype, flat_rows, kernels_compute, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import multiply
+from .operators import traceable
 from .softmax import as_rows, log_sum_exp, pieces, pieces_grid, row_sum, slabs
 from .sums import inverse_count, nothing, total
+
+__all__ = ["KINDS", "check_numbers", "check_reduction", "divergence_forward", "jsd", "kl_div", "logits_loss", "tvd"]
 
 _kernels = {
     kind: Kernel(name, grid=lambda c, x, y, labels, factor, gradient, partial, *_: (partial.numel(),))
@@ -35,7 +28,7 @@ _kernels = {
 
 KINDS = {"js": 0, "tv": 1}
 
-_logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
 
 _logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
 
@@ -156,7 +149,7 @@ def _logits_forward(
         return reference(x, y, labels, options, factor)[0], *lse, slope
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp(a, 1 / temperature), log_sum_exp(b, 1 / temperature)
-    kernel = _logits_loss[kind]
+    kernel = logits_loss[kind]
     shape = (a.shape[0], pieces(kernel, a.shape[1]))
     part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
     numbers = (parameter, 1 / temperature, ignore_index, int(labels is not None))

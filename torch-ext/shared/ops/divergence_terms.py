@@ -4,8 +4,10 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from .common import accumulation_dtype
+from .arrays import accumulation_dtype
 from .cross_entropy import shift_of
+
+__all__ = ["DivergenceOptions", "inverse_of_count", "losses_of", "reference"]
 
 LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
 

@@ -5,6 +5,8 @@ from typing import Tuple
 import torch
 from torch.nn.functional import dropout
 
+__all__ = ["dropped_again", "dropped_with_state"]
+
 
 def _generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":

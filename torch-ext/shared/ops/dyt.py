@@ -6,20 +6,13 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    describe,
-    fail,
-    halves,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    sum_of_rows,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, new_like, sum_of_rows
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
+
+__all__ = ["dyt"]
 
 # Blocks that an SM holds in the backward pass (kernel_src/dyt.py); bf16 throughout, in whole segments, takes more rows at once.
 BLOCKS_PER_SM, BLOCKS_PER_SM_SHORT = 4, 5

@@ -14,6 +14,11 @@ from .four_bits import Weight
 from .grouped_gemm import Groups, coded_mm, grouped_mm, grouped_outer
 from .second_run import are_watched
 
+__all__ = [
+    "NO_ADAPTERS", "NO_FACTORS", "ExpertAdapter", "ExpertAdapters", "ExpertFactors", "Factors", "adapted_mm", "adapted_reference",
+    "adapter_gradients", "narrow_mm",
+]  # fmt: skip
+
 WHOLE = 8  # numbers of half precision in 16 bytes, of which a row of a grouped GEMM's matrix is made
 
 

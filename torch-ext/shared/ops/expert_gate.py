@@ -8,10 +8,12 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, within_reach
+from .arrays import accumulation_dtype, within_reach
 from .grouped_gemm import Groups
 from .products import accumulate_product
 from .routing import row_blocks
+
+__all__ = ["Gate", "dense", "gate_backward", "gate_forward", "token_rows", "token_sum"]
 
 Optionals = Optional[torch.Tensor]
 
@@ -20,7 +22,7 @@ def _blocks_grid(c, gate_up, bias, scores, blocks, out, *_):
     return (blocks.shape[1], -(-out.shape[1] // c["COLS"]))
 
 
-def _rows_grid(c, gate_up, scores, out, *_):
+def rows_grid(c, gate_up, scores, out, *_):
     return (-(-out.shape[0] // c["ROWS"]), -(-out.shape[1] // c["COLS"]))
 
 
@@ -34,9 +36,9 @@ _clamped_backward_kernels = [Kernel("clamped_gate_backward", grid=_blocks_grid, 
 
 _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
 
-_swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
+_swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=rows_grid)
 
-_any_swiglu_backward_kernel = Kernel("swiglu_rows_backward", grid=_rows_grid)
+_any_swiglu_backward_kernel = Kernel("swiglu_rows_backward", grid=rows_grid)
 
 _rows_kernel = Kernel("token_rows", grid=_tokens_grid, reads=("x",))
 
@@ -109,7 +111,7 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
 
 @functools.lru_cache(maxsize=None)
 def _swiglu_backward_kernel(columns: int, weights: bool) -> Kernel:
-    return Kernel("swiglu_rows_backward", grid=_rows_grid, where={"COLS": columns, "WEIGHTS": int(weights)})
+    return Kernel("swiglu_rows_backward", grid=rows_grid, where={"COLS": columns, "WEIGHTS": int(weights)})
 
 
 def _piece_of(dgated: torch.Tensor, gate_up: torch.Tensor, weights: bool, gate: Gate) -> int:

@@ -12,23 +12,18 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, unit_stride
 from .autocast import outside_autocast, without_autocast
-from .common import (
-    accumulation_dtype,
-    autocasts,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    traceable,
-    unit_stride,
-)
+from .autograd import autocasts, needs_formula, once_differentiable
 from .expert_adapters import NO_FACTORS, ExpertFactors, Factors, adapted_mm, adapted_reference, adapter_gradients, narrow_mm
 from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
 from .grouped_gemm import Groups, grouped_outer
+from .operators import traceable
 from .routing import Routing, route
 from .second_run import Rest, apply_in_parts, unfinished
+
+__all__ = ["ExpertGradients", "experts", "experts_backward", "experts_finish", "experts_reference", "experts_start", "first_gemm"]
 
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

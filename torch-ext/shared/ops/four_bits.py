@@ -14,7 +14,9 @@ import torch
 
 from ..runtime.device import PLAIN, kernels_run_on
 from ..runtime.launch import Kernel, ships
-from .common import within_reach
+from .arrays import within_reach
+
+__all__ = ["BLOCK", "WHOLE", "CodedExperts", "Weight", "blocks_of", "dense", "dense_of_blocks"]
 
 BLOCK = 32  # numbers of a scale
 PAIRS = BLOCK // 2  # bytes of a block: the first number of two is in the lower four bits

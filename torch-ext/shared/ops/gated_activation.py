@@ -8,19 +8,16 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import (
-    SLAB,
-    accumulation_dtype,
-    apply_function,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import SLAB, accumulation_dtype, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .swiglu import swiglu as plain_swiglu
+
+__all__ = [
+    "APPROXIMATE", "activation_reference", "backward", "backward_in_place", "forward", "forward_into", "forward_reference", "geglu",
+    "geglu_packed", "swiglu", "swiglu_packed",
+]  # fmt: skip
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

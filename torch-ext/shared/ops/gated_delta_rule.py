@@ -11,17 +11,13 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel, contiguous_copy
+from .arrays import SLAB, accumulation_dtype, aligned
 from .autocast import outside_autocast
-from .common import (
-    SLAB,
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    needs_formula,
-    once_differentiable,
-    traceable,
-)
+from .autograd import apply_function, needs_formula, once_differentiable
 from .delta_chunks import CHUNK, DeltaChunks, check_arguments, chunks_of, chunks_of_rows
+from .operators import traceable
+
+__all__ = ["EPS", "WIDTH", "fits", "gated_delta_rule", "normalised"]
 
 WIDTH = 128  # of the keys and values that the kernels take
 COLUMNS = (32, 64, 128)  # of the values that a block of a walk may have

@@ -5,9 +5,13 @@ from typing import Optional, Tuple
 import torch
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, aligned, needs_formula, new_like, traceable
+from .arrays import accumulation_dtype, aligned, new_like
+from .autograd import needs_formula
 from .delta_chunks import check_arguments
 from .gated_delta_rule import EPS, WIDTH, fits, normalised
+from .operators import traceable
+
+__all__ = ["gated_delta_step"]
 
 _kernel = {
     norm: Kernel("delta_step", grid=lambda c, *a: (a[5].shape[0] * a[2].shape[1], WIDTH // c["BV"]), where={"NORM": norm})

@@ -7,19 +7,13 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import (
-    HALF,
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import HALF, accumulation_dtype, aligned
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rows import slabs
+
+__all__ = ["gated_output"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

@@ -8,19 +8,13 @@ from torch.nn.functional import silu
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    column_sum,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    sum_of_rows,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, column_sum, sum_of_rows
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rows import kernels_take, per_row, rows_of, slabs
+
+__all__ = ["gated_rms_norm"]
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCKS_PER_SM = 6  # in the backward pass

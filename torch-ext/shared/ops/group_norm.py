@@ -8,21 +8,13 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    SLAB,
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    describe,
-    fail,
-    halves,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import SLAB, accumulation_dtype, aligned, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
+
+__all__ = ["group_norm"]
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
 WHOLE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}

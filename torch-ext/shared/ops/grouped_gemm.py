@@ -11,10 +11,12 @@ import torch
 
 from ..runtime.device import PLAIN, kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
-from .common import within_reach
+from .arrays import within_reach
 from .four_bits import CodedExperts, Weight, dense
 from .products import write_product
 from .routing import row_blocks
+
+__all__ = ["Groups", "coded_mm", "grouped_mm", "grouped_outer"]
 
 # Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it
 # is 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.

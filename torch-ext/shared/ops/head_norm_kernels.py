@@ -10,18 +10,20 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, aligned, column_sum, new_like
+from .arrays import SLAB, aligned, column_sum, new_like
+
+__all__ = ["backward_into", "flat_heads", "forward", "has", "is_rows", "launches_of", "takes"]
 
 OPERATION = "head_norm_rotary"
 BLOCKS_PER_SM = 4  # in the backward pass
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
-def _rows_grid(c, q, k, *_):
+def rows_grid(c, q, k, *_):
     return (sum(-(-x.shape[0] * x.shape[1] // c["ROWS"]) for x in (q, k)),)
 
 
-_forward_kernel = Kernel("head_norm_rotary_forward", grid=_rows_grid)
+_forward_kernel = Kernel("head_norm_rotary_forward", grid=rows_grid)
 _backward_kernel = Kernel("head_norm_rotary_backward", grid=lambda c, *tensors: (sum(t.shape[0] for t in tensors[-2:]),))
 
 

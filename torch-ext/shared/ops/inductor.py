@@ -4,6 +4,8 @@ import functools
 import sys
 from typing import Any, Callable
 
+__all__ = ["with_fallback"]
+
 
 def with_fallback(fake: Callable, operator: Any) -> Callable:
     """Makes a fake function also register the operator with Inductor, as one that a graph calls as it is.

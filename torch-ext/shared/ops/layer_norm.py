@@ -6,22 +6,13 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    column_sum,
-    describe,
-    fail,
-    halves,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    sum_of_rows,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, aligned, column_sum, new_like, sum_of_rows
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+
+__all__ = ["layer_norm"]
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
 # (kernel_src/layer_norm.py).

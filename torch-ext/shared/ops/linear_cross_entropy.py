@@ -12,8 +12,10 @@ from typing import List, Optional, Tuple, Union
 import torch
 
 from ..runtime.device import kernels_run_on
+from .arguments import describe, fail
+from .arrays import accumulation_dtype
 from .autocast import as_autocast
-from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
+from .autograd import autocasts, needs_formula, once_differentiable
 from .cross_entropy import (
     CrossEntropyOptions,
     KernelChunk,
@@ -30,7 +32,10 @@ from .cross_entropy import (
 )
 from .linear_head import LARGE_CHUNK, HeadGradients, scaled, walk
 from .loss_without_logits import LossWithoutLogits
+from .operators import traceable
 from .traced_sizes import holds_for_all_sizes
+
+__all__ = ["linear_cross_entropy"]
 
 
 def _run(

@@ -15,11 +15,15 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, contiguous_copy
+from .arguments import describe, fail
+from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
+from .autograd import autocasts, needs_formula, once_differentiable
 from .cross_entropy import check_one_value_a_class
 from .linear_head import HeadGradients, fp16_factor, scaled, walk, write_wide_logits
 from .log_probs import KernelPiece, ScoreOptions, checked_scores
+
+__all__ = ["linear_divergence"]
 
 ROOM = 128.0  # as in linear_jsd.py
 

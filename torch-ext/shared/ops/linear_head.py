@@ -12,9 +12,15 @@ import torch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .common import SLAB, accumulation_dtype, fail
+from .arguments import fail
+from .arrays import SLAB, accumulation_dtype
 from .products import accumulate_product, write_product, write_wide_product
 from .second_run import are_watched
+
+__all__ = [
+    "ALIGNED", "LARGE_CHUNK", "HeadGradients", "add_product", "carry_to_hidden", "check_accum_dtype", "fp16_factor", "multiply",
+    "plan_chunks", "scaled", "walk", "write_logits", "write_wide_logits",
+]  # fmt: skip
 
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
 SMALL_CHUNK = 600 * 2**20  # 2048 tokens

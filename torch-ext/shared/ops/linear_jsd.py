@@ -12,14 +12,18 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, checked_index, describe, fail, needs_formula, once_differentiable
+from .arguments import checked_index, describe, fail
+from .arrays import accumulation_dtype
+from .autograd import needs_formula, once_differentiable
 from .divergence import KINDS, check_numbers, jsd
-from .divergence import _logits_loss as _loss_kernels
+from .divergence import logits_loss as _loss_kernels
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
 from .softmax import log_sum_exp, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
 from .sums import inverse_count, nothing
+
+__all__ = ["LossOfLogits", "check_heads", "linear_jsd", "reduced_loss"]
 
 REDUCTIONS = ("batchmean", "sum")
 # In fp16 the gradient of a chunk's logits is multiplied by a power of two. Where both distributions are far apart it is up to so many times

@@ -23,13 +23,17 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence
 import torch
 
 from ..runtime.device import kernels_run_on
+from .arguments import describe, fail
+from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast
-from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
+from .autograd import autocasts, needs_formula, once_differentiable
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import scaled
 from .log_prob_chunks import Kept, LogProbOptions, called, run
 from .log_prob_columns import Columns, is_worth_it
 from .log_probs import OUTPUTS, LikelihoodPiece, TokenLogProbs, Upstream, checked_scores, of_logits, piece_of
+
+__all__ = ["linear_log_probs"]
 
 GRADIENT, COLUMNS, LOGITS, NOTHING = "gradient", "columns", "logits", "nothing"  # what a backward pass has of the forward pass's logits
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")

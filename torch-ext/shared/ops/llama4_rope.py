@@ -4,8 +4,12 @@ from typing import Tuple
 
 import torch
 
-from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, traceable
+from .arguments import describe, fail, need_floats
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .pair_rotary import rotary_complex_reference, rotate_pairs
+
+__all__ = ["rotary_complex"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

@@ -6,10 +6,13 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple, Type
 import torch
 
 from ..runtime.device import kernels_run_on
-from .common import accumulation_dtype, traceable
+from .arrays import accumulation_dtype
 from .linear_head import HeadGradients, carry_to_hidden, walk
 from .log_prob_columns import Columns
 from .log_probs import OUTPUTS, Piece, ScoreOptions, TokenLogProbs, Upstream, piece_of
+from .operators import traceable
+
+__all__ = ["Kept", "LogProbOptions", "called", "run"]
 
 
 class LogProbOptions(NamedTuple):

@@ -9,9 +9,15 @@ from typing import Any, NamedTuple, Optional, Tuple, Type
 import torch
 
 from ..runtime.launch import Kernel, ships
-from .common import accumulation_dtype, constant
+from .arrays import accumulation_dtype
 from .cross_entropy import CrossEntropyOptions, KernelChunk, is_counted, shift_of
 from .linear_head import fp16_factor
+from .operators import constant
+
+__all__ = [
+    "OUTPUTS", "KernelPiece", "LikelihoodPiece", "Piece", "ScoreOptions", "TokenLogProbs", "Upstream", "checked_scores", "of_logits",
+    "piece_of",
+]  # fmt: skip
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 SUMS = 6  # of a piece of a row, as kernel_src/log_probs.py keeps them

@@ -5,6 +5,8 @@ import torch
 from ..runtime.launch import Kernel
 from .cross_entropy import Chunk
 
+__all__ = ["LossWithoutLogits"]
+
 TOKENS_A_READING = 1024  # that share one reading of the weight in `linear_cross_entropy_statistics`: TILE_M * GROUP, on every GPU
 PARTIALS_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
 

@@ -12,6 +12,8 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .products import accumulate_product
 
+__all__ = ["FEW", "low_rank_add", "low_rank_gradients"]
+
 FEW = 1024  # tokens up to which it is the host's part that counts
 
 

@@ -6,9 +6,14 @@ import torch
 
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .common import SLAB, apply_function, describe, fail, kernels_compute, need_floats, needs_formula, once_differentiable, traceable
+from .arguments import describe, fail, need_floats
+from .arrays import SLAB, kernels_compute
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .part_rotary import part_rotary_reference, rotate_parts
 from .rotary import rotate_checked
+
+__all__ = ["partial_rotary", "rotary_multimodal"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 GROUP, GROUPED_WIDTH = 8, 128  # columns of a section that have one table, and of a table at most, where whole groups are picked

@@ -7,7 +7,12 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, once_differentiable, traceable
+from .arguments import describe, fail, need_floats
+from .arrays import SLAB, accumulation_dtype
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
+
+__all__ = ["neighborhood_attention"]
 
 LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension

@@ -7,8 +7,10 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import new_like, unit_stride
+from .arrays import new_like, unit_stride
 from .part_rotary import heads_grid, token_slabs
+
+__all__ = ["rotary_complex_reference", "rotate_pairs", "takes"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 

@@ -11,8 +11,10 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, U
 
 import torch
 
-from .common import describe, fail
+from .arguments import describe, fail
 from .linear_log_probs import linear_log_probs
+
+__all__ = ["PolicyOptions", "check_numbers", "linear_grpo_loss"]
 
 LEVELS = ("token", "sequence")
 SMALLEST_RATIO = math.log(1e-8)

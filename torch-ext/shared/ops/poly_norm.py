@@ -6,19 +6,13 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    column_sum,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, column_sum, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+
+__all__ = ["poly_norm"]
 
 BLOCKS_PER_SM = 3  # that fit in the backward pass (kernel_src/poly_norm.py): with more, the last would start when the first have ended
 # The shortest and the longest row that a block of the backward pass holds in registers.

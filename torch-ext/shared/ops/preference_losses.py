@@ -9,8 +9,11 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn.functional import logsigmoid
 
-from .common import accumulation_dtype, describe, fail
+from .arguments import describe, fail
+from .arrays import accumulation_dtype
 from .linear_log_probs import linear_log_probs
+
+__all__ = ["check_paired", "linear_kto_loss", "linear_preference_loss"]
 
 
 class PreferenceOptions(NamedTuple):

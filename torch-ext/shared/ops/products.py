@@ -10,6 +10,8 @@ import torch
 
 from .second_run import are_watched
 
+__all__ = ["accumulate_product", "write_product", "write_wide_product"]
+
 
 def write_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Optional[torch.Tensor] = None, **factors: Any):
     """Writes x @ y to out and returns it. onto: added to the product. factors: beta, onto's, and alpha, the product's, with `onto`."""

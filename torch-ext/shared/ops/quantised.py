@@ -6,8 +6,13 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, aligned
+from .arrays import accumulation_dtype, aligned
 from .swiglu import backward_in_place, swiglu_forward
+
+__all__ = [
+    "E4M3", "STEP", "Operand", "Quantised", "dense_of", "quantise_rows", "quantise_together", "quantise_transposed",
+    "swiglu_backward_quantised", "swiglu_quantised",
+]  # fmt: skip
 
 E4M3 = torch.float8_e4m3fn
 TOP = 448.0  # the largest number that it holds

@@ -10,6 +10,8 @@ from typing import Callable, List, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+__all__ = ["AttentionRecording", "Results", "recorded"]
+
 # PyTorch's kernels for attention by name: the place of the argument that asks for the log-sum-exp, None where it always comes.
 KERNELS = {
     "_scaled_dot_product_flash_attention": None,

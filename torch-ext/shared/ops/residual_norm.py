@@ -12,7 +12,9 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, needs_formula, new_like, once_differentiable, traceable
+from .arrays import new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rms_norm import (
     add_rms_norm_backward,
     check,
@@ -23,6 +25,8 @@ from .rms_norm import (
 )
 from .rms_norm_kernels import SEGMENTS, NormCall
 from .rows import one_block_a_row, per_row, rows_of, segments, slabs
+
+__all__ = ["norm_add_forward", "norm_add_norm_forward"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -10,18 +10,16 @@ from typing import Optional, Tuple
 
 import torch
 
-from .common import (
-    accumulation_dtype,
-    apply_function,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    sum_of_rows,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import accumulation_dtype, sum_of_rows
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rms_norm_kernels import NormCall, family_of
+
+__all__ = [
+    "ROUNDS", "add_rms_norm", "add_rms_norm_backward", "add_rms_norm_forward", "check", "result_dtype_of_sum", "rms_norm",
+    "rms_norm_backward", "rms_norm_backward_reference", "rms_norm_forward", "rms_norm_recompute", "rms_norm_reference",
+]  # fmt: skip
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]

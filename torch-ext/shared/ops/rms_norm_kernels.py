@@ -19,8 +19,10 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import HALF, as_rows, column_sum, new_like, split_rows
+from .arrays import HALF, as_rows, column_sum, new_like, split_rows
 from .rows import SEGMENT, per_row, rows_of, segments, slabs
+
+__all__ = ["SEGMENTS", "NormCall", "family_of"]
 
 FLOATS = (*HALF, torch.float32)
 Pair = Tuple[torch.Tensor, torch.Tensor]

@@ -10,19 +10,17 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from . import head_norm_kernels
-from .common import (
-    apply_function,
-    column_sum,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail, need_floats
+from .arrays import column_sum, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
 from .rms_norm import ROUNDS, rms_norm_backward_reference, rms_norm_reference
 from .rotary_reference import of_part, qk_norm_rotary_reference, rotary_backward_reference, rotary_reference
+
+__all__ = [
+    "norm_backward_into", "qk_norm_rotary", "qk_norm_rotary_backward", "qk_norm_rotary_forward", "rotary", "rotary_backward",
+    "rotary_backward_into", "rotary_forward", "rotate_checked",
+]  # fmt: skip
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 NARROWED = (torch.bfloat16,)  # half precision with kernels for weights and angles in fp32

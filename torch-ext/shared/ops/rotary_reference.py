@@ -6,6 +6,8 @@ import torch
 
 from .rms_norm import rms_norm_reference
 
+__all__ = ["of_part", "qk_norm_rotary_reference", "rotary_backward_reference", "rotary_reference"]
+
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
 

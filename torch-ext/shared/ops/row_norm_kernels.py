@@ -10,8 +10,10 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import aligned, column_sum, new_like
+from .arrays import aligned, column_sum, new_like
 from .head_norm_kernels import flat_heads, is_rows, launches_of
+
+__all__ = ["backward_into", "forward", "takes"]
 
 OPERATION = "row_norm_rotary"
 BLOCKS_PER_SM = 2  # in the backward pass

@@ -5,7 +5,9 @@ from typing import Iterator, Sequence, Tuple
 import torch
 
 from ..runtime.device import kernels_run_on
-from .common import HALF, SLAB, aligned, unit_stride
+from .arrays import HALF, SLAB, aligned, unit_stride
+
+__all__ = ["SEGMENT", "kernels_take", "one_block_a_row", "per_row", "rows_of", "segments", "slabs"]
 
 SEGMENT = 64  # of kernel_src/segments.py
 

@@ -11,7 +11,9 @@ from typing import Callable, List, Optional, Sequence
 
 import torch
 
-from .common import apply_function, once_differentiable
+from .autograd import apply_function, once_differentiable
+
+__all__ = ["Rest", "apply_in_parts", "are_watched", "in_backward_pass", "unfinished"]
 
 Rest = Optional[List[Callable[[], torch.Tensor]]]
 

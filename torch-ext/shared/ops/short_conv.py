@@ -7,21 +7,13 @@ from torch.nn.functional import silu
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
+from .arguments import describe, fail, need_floats
+from .arrays import SLAB, accumulation_dtype, aligned, column_sum, unit_stride
 from .autocast import outside_autocast
-from .common import (
-    SLAB,
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    column_sum,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    once_differentiable,
-    traceable,
-    unit_stride,
-)
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
+
+__all__ = ["TAPS", "short_conv"]
 
 TAPS = 4
 VECTOR, LEAST = 8, 512  # channels that a kernel takes: multiples of the one, at least the other, which is its tile's

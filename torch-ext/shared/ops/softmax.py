@@ -6,26 +6,22 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import (
-    HALF,
-    SLAB,
-    accumulation_dtype,
-    apply_function,
-    describe,
-    fail,
-    kernels_compute,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .arguments import describe, fail
+from .arrays import HALF, SLAB, accumulation_dtype, kernels_compute, new_like
+from .autograd import apply_function, needs_formula, once_differentiable
+from .operators import traceable
+
+__all__ = [
+    "as_rows", "by_dtype_and_tile", "log_sum_exp", "most_pieces", "one_a_row", "over_dimension", "pieces", "pieces_grid", "row_sum",
+    "rows_grid", "runs_whole", "slabs", "softmax",
+]  # fmt: skip
 
 # Rows of at most so many elements stay in registers: the kernel's tiles, those for half precision, and those that take rows at any address.
 TILES, TILES_OF_HALF, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (128, 1024, 4096), (1024, 4096)
 MOST_BLOCKS = 2**24 - 1
 
 
-def _rows_grid(c, x, *_):
+def rows_grid(c, x, *_):
     return (-(-x.shape[0] // c["ROWS"]),)
 
 
@@ -43,7 +39,7 @@ def _blocks_that_walk(c, x, *_):
 
 
 def by_dtype_and_tile(name: str, tiles: Sequence[int]) -> Dict[torch.dtype, Dict[int, Kernel]]:
-    every = {tile: Kernel(name, grid=_rows_grid, where={"TILE": tile}) for tile in tiles}
+    every = {tile: Kernel(name, grid=rows_grid, where={"TILE": tile}) for tile in tiles}
     of_half = {tile: every[tile] for tile in TILES_OF_HALF}
     return {torch.float32: every, **dict.fromkeys(HALF, of_half)}
 

@@ -3,9 +3,9 @@
 import torch
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, kernels_compute, new_like, traceable
+from .arrays import accumulation_dtype, kernels_compute, new_like
+from .operators import traceable
 from .softmax import (
-    _rows_grid,
     as_rows,
     by_dtype_and_tile,
     one_a_row,
@@ -13,9 +13,12 @@ from .softmax import (
     pieces,
     pieces_grid,
     row_sum,
+    rows_grid,
     runs_whole,
     slabs,
 )
+
+__all__ = ["sparsemax"]
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
 SEVERAL = 1024  # elements of the longest rows of which a forward block takes several
@@ -27,7 +30,7 @@ def _chunk_blocks(c, x, *_):
 
 
 _forward_rows = {
-    tile: Kernel("sparsemax_forward", grid=_rows_grid, where={"TILE": tile})
+    tile: Kernel("sparsemax_forward", grid=rows_grid, where={"TILE": tile})
     if tile <= SEVERAL
     else Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": 1})
     for tile in TILES

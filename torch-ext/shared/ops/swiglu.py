@@ -8,23 +8,15 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.replay import replayed
+from .arguments import describe, fail, need_floats
+from .arrays import ElementwiseKernel, accumulation_dtype, aligned, new_like
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import (
-    ElementwiseKernel,
-    accumulation_dtype,
-    aligned,
-    apply_function,
-    autocasts,
-    describe,
-    fail,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    side_by_side,
-    traceable,
-)
+from .autograd import apply_function, autocasts, needs_formula, once_differentiable
+from .neighbours import side_by_side
+from .operators import traceable
 from .second_run import Rest, apply_in_parts, unfinished
+
+__all__ = ["are_few", "backward_in_place", "check_mlp", "mlp", "swiglu", "swiglu_forward", "swiglu_reference"]
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -13,12 +13,16 @@ from typing import List, Optional, Tuple
 import torch
 from torch.nn.functional import linear
 
+from .arguments import fail, need_floats
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import autocasts, fail, need_floats, needs_formula, once_differentiable, traceable
+from .autograd import autocasts, needs_formula, once_differentiable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
+from .operators import traceable
 from .products import write_product
 from .second_run import Rest, apply_in_parts, unfinished
 from .swiglu import check_mlp
+
+__all__ = ["tiled_geglu", "tiled_mlp", "tiled_swiglu"]
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 

@@ -1,6 +1,8 @@
 """What a graph of torch.compile or torch.export knows of its sizes, some of which vary."""
 
-from .common import constant_when_traced
+from .operators import constant_when_traced
+
+__all__ = ["holds_for_all_sizes"]
 
 
 @constant_when_traced

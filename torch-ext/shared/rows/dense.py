@@ -19,6 +19,8 @@ from .towers import (
     SMOLVLM_VISION,
 )
 
+__all__ = ["LLAMA", "ROWS", "SERVED"]
+
 AROUND = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM4 = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 PACKED = {"gate_up": ("gate_up_proj",), "act": "activation_fn", "mlp_argument": "hidden_states"}

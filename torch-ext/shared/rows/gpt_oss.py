@@ -8,6 +8,8 @@ from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes, warm_up
 from ..hf.layer.decoder_layer import FusedLayer
 
+__all__ = ["GPT_OSS", "SERVED"]
+
 GPT_OSS = FusedLayer(
     Family(
         "GPT-OSS",

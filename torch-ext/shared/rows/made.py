@@ -3,6 +3,8 @@
 from ..hf.family.families import Family, LayerNorms
 from ..hf.layer.decoder_layer import FusedLayer
 
+__all__ = ["ANGLES_FIRST", "BEHIND", "OF_CONFIG", "WINDOW", "row"]
+
 WINDOW = (("sliding_window", "sliding_window"),)
 OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
 # The arguments of some decoder layers.

@@ -6,6 +6,8 @@ from ..hf.install.served import Served
 from ..hf.install.warmup import Case, Sizes
 from .made import ANGLES_FIRST, BEHIND, OF_CONFIG, WINDOW, row
 
+__all__ = ["MIXTRAL", "QWEN2_MOE", "ROWS", "SERVED"]
+
 
 def sparse(prefix: str, block: str = "SparseMoeBlock", **options) -> Sparse:
     """Makes a router and its experts whose classes have the names that most families give them."""

@@ -6,6 +6,8 @@ from ..hf.install.warmup import Case, Sizes
 from ..hf.layer.decoder_layer import FusedLayer
 from .made import WINDOW
 
+__all__ = ["QWEN3", "QWEN3_MOE", "SERVED"]
+
 QWEN3 = FusedLayer(Family("Qwen3", "transformers.models.qwen3.modeling_qwen3", "Qwen3", qk_norm="head", options=WINDOW))
 QWEN3_MOE = FusedLayer(
     Family(

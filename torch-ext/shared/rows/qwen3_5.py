@@ -21,6 +21,8 @@ from ..ops.short_conv import TAPS, short_conv
 from ..runtime.tuning import run_backward
 from .made import ANGLES_FIRST
 
+__all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT", "SERVED", "GatedDeltaNet", "Model", "RMSNormGated"]
+
 ATTENTION = Mixer("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 
 

@@ -2,6 +2,11 @@
 
 from ..hf.family.families import Vision
 
+__all__ = [
+    "GEMMA3_VISION", "IDEFICS3_VISION", "INTERNVL_VISION", "LLAVA_NEXT_VISION", "LLAVA_ONEVISION_VISION", "LLAVA_VISION", "MISTRAL3_VISION",
+    "PALIGEMMA_VISION", "QWEN2_VL", "SMOLVLM_VISION",
+]  # fmt: skip
+
 GEMMA_VISION = (
     "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
     "use_cache", "logits_to_keep", "mm_encoder_outputs",

@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple
 
+__all__ = ["ArtifactError", "Artifacts", "BuiltVariant", "KernelMissing", "Parameter", "folder_of_package", "host"]
+
 try:
     import lzma
 except ImportError:  # torch runs on such a Python, so the package must be importable too

@@ -12,6 +12,14 @@ from torch.autograd import forward_ad
 from . import launch
 from .artifacts import ArtifactError, host
 from .driver import MIN_DRIVER, DriverError
+from .torch_version import check_torch
+
+__all__ = [
+    "PLAIN", "is_ordinary", "is_transformed", "kernels_run_on", "multiprocessors", "prepare_backward", "prepared", "version_of",
+    "why_no_kernels",
+]  # fmt: skip
+
+check_torch(torch.__version__)
 
 PLAIN = (torch.Tensor, nn.Parameter)
 BACKWARD_THREAD = "bastile-backward"

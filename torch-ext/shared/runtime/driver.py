@@ -14,6 +14,8 @@ import torch
 
 from .artifacts import Artifacts, BuiltVariant
 
+__all__ = ["MIN_DRIVER", "Driver", "DriverError", "Launch", "Together", "current_device"]
+
 MIN_DRIVER = 13000  # CUDA 13.0 (R580), the first driver that knows the images of cuTile
 OUT_OF_MEMORY = 2
 INVALID_CONTEXT = 201

@@ -6,6 +6,8 @@ from typing import Any, Callable
 
 import torch
 
+__all__ = ["GraphPool", "can_record", "is_recording", "memory_of"]
+
 
 def _end_given_up(device: torch.device, pool) -> None:
     """Ends on the current stream what torch leaves behind of a recording that CUDA gave up.

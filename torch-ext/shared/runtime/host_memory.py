@@ -11,6 +11,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+__all__ = ["Away"]
+
 PIECE = 64 << 20  # bytes: torch rounds pinned blocks up to a power of two, so that only a tensor's last piece wastes anything
 SHARE = 0.75  # of the host's free memory may be pinned: what is pinned the system cannot take back
 Copy = Tuple[torch.Tensor, torch.Tensor]  # (to, from)

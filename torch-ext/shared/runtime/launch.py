@@ -14,6 +14,11 @@ from .artifacts import Artifacts, BuiltVariant, Parameter, folder_of_package
 from .driver import Driver, Launch, Together
 from .tuning import measure, tuner
 
+__all__ = [
+    "DTYPES", "GRID_MAX", "INT32_MAX", "Batch", "Kernel", "PromiseError", "backend", "contiguous_copy", "generation", "overlaps",
+    "recorder", "ships",
+]  # fmt: skip
+
 DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",

@@ -7,6 +7,8 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 
+__all__ = ["Layout", "guards", "of_compiled_graphs", "same_as"]
+
 
 def of_compiled_graphs(name: str, works: Callable[[Any], bool]) -> Any:
     """Returns what torch's compiled graphs make or check tensors with, at half the cost of the public functions; None where this torch

@@ -18,6 +18,8 @@ from . import driver
 from .layouts import Layout, of_compiled_graphs
 from .recording import NO_SLOT, Allocate, Compute, RecordedLaunch, Recording, Slot, SlotList, Step, View
 
+__all__ = ["Plan", "plan_of"]
+
 
 def _allocates(make: Callable) -> bool:
     found = make((2, 3), (4, 1), torch.bfloat16)

@@ -24,6 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layouts import Layout
 
+__all__ = [
+    "NO_SLOT", "Allocate", "Compute", "NotReplayable", "RecordedLaunch", "Recorder", "Recording", "Slot", "SlotList", "Step", "View",
+    "constant",
+]  # fmt: skip
+
 NO_SLOT = -1  # of an absent result
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(

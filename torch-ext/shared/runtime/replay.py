@@ -36,6 +36,8 @@ from .layouts import guards
 from .plan import Plan, plan_of
 from .recording import NotReplayable, Recorder, constant  # noqa: F401  (operators mark their constants with it)
 
+__all__ = ["IDENTITIES", "replayed", "replayed_with_products"]
+
 KEPT = 4096  # signatures that one operator remembers
 RECORD_AT = 1  # the calls with a signature before the first that is recorded
 ATTEMPTS = 4  # the calls with a signature after which it is not recorded any more

@@ -21,6 +21,8 @@ import torch
 
 from .artifacts import BuiltVariant
 
+__all__ = ["DTYPES", "TOKENS", "clear_autotune_cache", "measure", "run_backward", "tuner", "warm_up_models"]
+
 FORMAT = 1
 ROUNDS = 9
 WORKING_SET = 2**28  # bytes that a round goes through, so that nothing is found in a cache: the largest L2 (B200) has 126 MB

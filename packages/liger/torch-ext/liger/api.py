@@ -13,7 +13,7 @@ from .shared.hf.parts.explanation import Explanation, Reason, explanation_of, no
 from .shared.hf.parts.hub import mapping_of
 from .shared.hf.parts.modules import is_marked
 from .shared.hf.say import doctor
-from .shared.ops.common import autocasts
+from .shared.ops.autograd import autocasts
 
 NORMS = {nn.LayerNorm: layers.LayerNorm, nn.GroupNorm: layers.GroupNorm, nn.RMSNorm: layers.TorchRMSNorm}
 # Names that transformers gives to classes and functions of its models, beside the layers' own.

@@ -28,7 +28,7 @@ import torch
 
 from . import chunked_back_end, liger_pieces
 from .liger_names import FUNCTIONS
-from .shared.ops.common import constant_when_traced
+from .shared.ops.operators import constant_when_traced
 from .shared.runtime.device import kernels_run_on
 
 TESTED = ("0.8.5",)

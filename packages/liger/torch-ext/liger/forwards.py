@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from .shared.hf.parts.weights import is_plain
-from .shared.ops.common import autocasts
+from .shared.ops.autograd import autocasts
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
 
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}

@@ -14,7 +14,7 @@ from . import norms
 from .shared.ops import cross_entropy_of_logits, divergence, gated_activation
 from .shared.ops import linear_cross_entropy as linear_ce
 from .shared.ops import linear_jsd as linear_divergence
-from .shared.ops.common import checked_index, fail
+from .shared.ops.arguments import checked_index, fail
 from .shared.ops.cross_entropy import is_counted
 from .shared.ops.group_norm import group_norm as group_norm_of
 from .shared.ops.llama4_rope import rotary_complex

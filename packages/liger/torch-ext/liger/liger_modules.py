@@ -8,7 +8,7 @@ from torch import nn
 
 from . import liger_calls as calls
 from .shared.ops import divergence
-from .shared.ops.common import fail
+from .shared.ops.arguments import fail
 from .shared.ops.dyt import dyt
 from .shared.ops.gated_activation import swiglu, swiglu_packed
 from .shared.ops.layer_norm import layer_norm

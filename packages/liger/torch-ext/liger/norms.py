@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 
 from .shared.ops import rms_norm as norms
-from .shared.ops.common import fail
+from .shared.ops.arguments import fail
 
 # Liger's casting mode -> when the normalised x is rounded. "none" computes in x's dtype in Liger: its errors are larger than those of
 # "gemma" and it promises nothing that "gemma" does not, so it runs as that.

@@ -9,13 +9,15 @@ import torch
 from ...ops.attention import attention, takes_dtype, takes_heads
 from ...ops.attention_products import Reach, attention_by_products, wants_products
 from ...ops.autocast import as_autocast, without_autocast
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ...runtime.device import kernels_run_on
 from ..parts.modules import beside_class
 from ..parts.weights import is_plain
 from .defaults import exchange_of, exchanges, is_around_ours, is_eager, sdpa_of_transformers
 from .exchange import attend_in_whole_rows
 from .masks import Visible, is_visible
+
+__all__ = ["attention_forward", "documents_of"]
 
 
 def _says(q, k, v, sinks, dropout, kwargs) -> bool:

@@ -54,6 +54,12 @@ from .exchange import why_left, why_spread
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .told import said_of, untold
 
+__all__ = [
+    "WITHOUT", "choose_attention", "give_attention_back", "head_dim_of", "ignore_new_models", "leave_attention", "lies_where_kernels_run",
+    "name_that_is_kept", "note_new_models", "register_attention", "runs_between_exchanges", "unregister_attention", "watch_attention",
+    "why_no_kernel",
+]  # fmt: skip
+
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made

@@ -11,11 +11,17 @@ from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
 
 import torch
 
-from ...ops.common import constant_when_traced
+from ...ops.operators import constant_when_traced
 from ..family.ownership import name_of
 from ..parts.explanation import Reason
 from ..parts.lookups import original_forward_of
 from ..parts.modules import is_transformers_own
+
+__all__ = [
+    "ATTENTION", "EAGER", "MAKERS", "MASKING", "MODELING", "STORED", "are_defaults_own", "exchange_in", "exchange_of", "exchanges",
+    "give_exchange_back", "is_around_ours", "is_eager", "look_up", "mask_makers", "names_in_forward", "sdpa_of_transformers", "spread_by",
+    "why_not_own_defaults",
+]  # fmt: skip
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 AROUND_OURS = "bastile/ulysses"  # the name of what DeepSpeed has registered around it, once `exchange_of` has found it

@@ -4,6 +4,8 @@ from typing import Optional
 
 import torch
 
+__all__ = ["bounds_of", "document_bounds", "documents_in", "given_bounds", "spans_of"]
+
 
 def document_bounds(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     """Finds where documents start in position_ids [batch, tokens], wherever a position is not the one before it plus 1.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...ops.attention import AttentionPlan, attention
-from ...ops.common import constant_when_traced
+from ...ops.operators import constant_when_traced
 from ..parts.explanation import Reason, warn_once
 from .defaults import (
     ATTENTION,
@@ -28,6 +28,8 @@ from .defaults import (
 from .document_bounds import documents_in
 from .masks import WINDOWS, Visible, kinds_of_layers
 from .row_documents import spans_in_bounds
+
+__all__ = ["attend_in_whole_rows", "warn_of_graphs", "why_left", "why_spread"]
 
 PADDING = -1  # the position that says so of a token
 

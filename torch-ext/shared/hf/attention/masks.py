@@ -16,6 +16,12 @@ from ..parts.modules import SAVED
 from .defaults import MASKING, are_defaults_own, exchange_of, is_eager, names_in_forward
 from .document_bounds import given_bounds
 
+__all__ = [
+    "BEFORE", "BESIDE", "CHOICE", "TRACEABLE", "WINDOWS", "Rule", "Visible", "caps_scores", "is_visible", "kinds_of_layers",
+    "makes_masks_by_layer", "masks_made_by", "masks_of_layers", "no_mask", "padding_of", "unless_none", "visible_documents", "visible_mask",
+    "visible_rows", "visible_tokens",
+]  # fmt: skip
+
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
 TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make

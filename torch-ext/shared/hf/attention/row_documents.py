@@ -13,6 +13,8 @@ from ..family.arguments import CACHE
 from ..parts.weights import is_plain
 from .document_bounds import bounds_of, document_bounds, given_bounds, spans_of
 
+__all__ = ["DOCUMENTS", "bounds_in", "documents_for", "refuse_cache_of", "spans_in_bounds"]
+
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on the bounds that it found, in a tensor of its own
 
 

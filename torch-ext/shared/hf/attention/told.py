@@ -7,6 +7,8 @@ import torch
 from ..family.ownership import all_are_seen, hands_on, is_wrapper
 from .defaults import ATTENTION, STORED
 
+__all__ = ["said_of", "untold"]
+
 
 def untold(model, state) -> Any:
     """Gives every attention layer of a decoder the configuration that announces our implementation.

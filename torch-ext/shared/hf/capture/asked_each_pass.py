@@ -17,6 +17,8 @@ from ..parts.binding import BoundMethod
 from ..parts.modules import decoder_of, is_defined_by
 from ..parts.tree import TREE, keep_tree, tree_of
 
+__all__ = ["answer", "take_back"]
+
 _TRAIN, _TRAINING, _NEEDS_GRAD = nn.Module.train, operator.itemgetter("training"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters

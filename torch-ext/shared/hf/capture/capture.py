@@ -31,6 +31,8 @@ from .graphed_checkpoints import is_checkpointed, why_not_graphed
 from .graphed_layers import GRAPHS, WITHOUT_GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
 
+__all__ = ["capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "release"]
+
 SEVERAL = -1  # threads that train a model
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
 STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs

@@ -27,6 +27,8 @@ from .graphed_checkpoints import is_checkpointed, without_hooks
 from .graphed_layers import GraphedLayers, Handover, Observed, ReplayedOutputs, autocast_dtype, run, without_tensors
 from .layer_calls import is_planned, read_by_layer
 
+__all__ = ["Kind", "ObservedPass", "ReplayedPass"]
+
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
 REPLAYS = 16
 TOGETHER = 7  # layers of one graph, at most: so few that the host starts a graph while the GPU still works on the one before

@@ -15,6 +15,8 @@ from torch import nn
 
 from ...runtime.device import version_of
 
+__all__ = ["InputBuffer", "Memory", "move_gradients"]
+
 _GRADIENT = operator.attrgetter("grad")
 
 class Memory:

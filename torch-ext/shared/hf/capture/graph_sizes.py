@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import NamedTuple, Optional, Set
 
+__all__ = ["GraphSizes"]
+
 MORE = 2  # times as often has a kind to come as the rarest one with graphs, to take its place
 KNOWN = 4096  # kinds that are counted; beyond, all counts are halved
 

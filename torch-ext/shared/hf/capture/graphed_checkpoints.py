@@ -13,6 +13,8 @@ from ..layer.checkpointing import is_checkpointed, was_told
 from ..layer.offload import FUNCTION, OFFLOADS
 from ..parts.explanation import Reason
 
+__all__ = ["checkpointed", "why_not_graphed", "why_packed", "without_hooks", "without_their_own"]
+
 OPTIONS = ("preserve_rng_state", "determinism_check", "early_stop")  # of torch's checkpoint: what a graph does in any case, or need not ask
 PACKED = Reason("hooks", "saved tensors are packed by hooks (offloading)")
 

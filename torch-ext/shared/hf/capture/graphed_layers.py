@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from ...ops.attention import AttentionPlan
-from ...ops.common import once_differentiable
+from ...ops.autograd import once_differentiable
 from ...runtime.device import version_of
 from ..attention.masks import Rule, Visible
 from ..parts.modules import SAVED
 from ..parts.watch import Watch
 from .graph_memory import InputBuffer, Memory, move_gradients
 from .graphed_checkpoints import checkpointed, without_their_own
+
+__all__ = [
+    "GRAPHS", "WITHOUT_GRAPHS", "GraphedLayers", "Handover", "Observed", "ReplayedOutputs", "autocast_dtype", "run", "without_tensors",
+]  # fmt: skip
 
 GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs; on the causal LM: those graphs
 WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a layer: the forward that stood on it before, None where there was none

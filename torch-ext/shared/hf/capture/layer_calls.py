@@ -16,6 +16,8 @@ from ..parts.watch import HOOKS, SIMPLE
 from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
 from .graphed_layers import autocast_dtype
 
+__all__ = ["check_weights", "described", "is_planned", "obstacle", "read_by_layer"]
+
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
 OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
 

@@ -5,6 +5,8 @@ fused layer that does not know of an attribute would silently leave out what the
 import ast
 from typing import Any, Dict, FrozenSet, Iterator, Mapping, Set, Tuple
 
+__all__ = ["NORM", "ROUTER", "Names", "accounted", "reads", "unaccounted"]
+
 Names = FrozenSet[str]
 MODULE = "self"  # stands for a module that its forward gives to a function, which may read anything of it
 

@@ -10,6 +10,8 @@ import torch
 
 from .versions import installed
 
+__all__ = ["CACHE", "NET_CACHE", "SINCE_5_24", "former", "forward_like", "forward_of", "named"]
+
 SINCE_5_24 = installed() >= (5, 24)
 # transformers 5.24 renamed these arguments. It still accepts the former names as keywords, with a warning.
 RENAMED = {"past_key_values": "cache", "cache_params": "cache"} if SINCE_5_24 else {}

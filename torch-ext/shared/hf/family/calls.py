@@ -16,6 +16,11 @@ from ..parts.weights import held
 from .arguments import CACHE as CACHE_NAME
 from .expressions import INPUT, Op, Tensor, method_of
 
+__all__ = [
+    "ANGLES", "ARGUMENT", "CACHE", "COS", "IMPLEMENTATION", "IMPLEMENTATIONS", "INTERFACE", "NAMES", "REST", "RESULT", "SIN", "Calls",
+    "GivenArgument", "Handed", "Method", "argument_names", "is_table", "kind_of",
+]  # fmt: skip
+
 ELEMENTWISE = {torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", torch.tanh: "tanh", nn.functional.tanh: "tanh"}
 IMPLEMENTATION = "config", "_attn_implementation"
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flex_attention", "another"  # beside "eager"

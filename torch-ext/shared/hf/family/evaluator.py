@@ -15,6 +15,8 @@ from ..parts.facts import Module as Part
 from .calls import ANGLES, ARGUMENT, CACHE, COS, IMPLEMENTATION, INTERFACE, NAMES, REST, SIN, Calls, Method, is_table
 from .expressions import INPUT, Op, Tensor, columns_of, commutes, sizes_of
 
+__all__ = ["Evaluator"]
+
 SCALARS = (bool, int, float, str, type(None))
 COMPUTED_NUMBER = Fact(None, ("number that is computed",))
 

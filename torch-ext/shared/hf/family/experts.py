@@ -6,15 +6,18 @@ from typing import Any, Iterable
 
 import torch
 
-from ...ops.common import autocasts, constant_when_traced
+from ...ops.autograd import autocasts
 from ...ops.experts import experts
 from ...ops.four_bits import CodedExperts, dense
+from ...ops.operators import constant_when_traced
 from ...runtime.device import PLAIN
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import weight_or_codes
 from ..parts.lookups import replaced_below
 from ..parts.modules import SAVED, is_silu, is_transformers_own, original_forward
 from ..parts.offers import offer, withdraw
+
+__all__ = ["MOE", "WEIGHTS", "experts_forward", "experts_gate", "experts_or_reason", "is_default", "register_experts", "unregister_experts"]
 
 WEIGHTS = "gate_up_proj", "down_proj"
 MOE = "transformers.integrations.moe"

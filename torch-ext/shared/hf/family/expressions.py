@@ -4,6 +4,8 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 
 from ..parts.facts import Fact, NotServed
 
+__all__ = ["INPUT", "Op", "Tensor", "columns_of", "commutes", "method_of", "sizes_of"]
+
 Axis = Union[int, str]  # a number, or the names of axes whose size a call decides, such as "B" and "S" for rows and their tokens, or "BS"
 Shape = Tuple[Axis, ...]
 

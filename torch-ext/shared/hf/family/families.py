@@ -15,6 +15,10 @@ from .accounted import Names
 from .forwards import rotary_pos_emb
 from .head import Head
 
+__all__ = [
+    "LOSS", "Families", "Family", "LayerNorms", "Mixer", "Scored", "Sparse", "Targets", "Vision", "head_of", "hub_names_of", "names_of",
+]  # fmt: skip
+
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
 
 

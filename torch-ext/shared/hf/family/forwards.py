@@ -11,12 +11,14 @@ from torch import nn
 from ...decoder.heads import turned_reference
 from ...decoder.norms import rms_norm
 from ...decoder.spec import Inputs, Norm
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ...ops.rotary import rotary, rotary_reference
 from ...ops.swiglu import mlp, swiglu
 from ..parts.lookups import LAYER, overridden, replaced_below
 from ..parts.modules import all_are_listened_to, is_silu, original_forward
 from ..parts.weights import is_plain, plain_weight
+
+__all__ = ["gated_mlp_forward", "mlp_forward", "norm_forward", "rotary_of", "rotary_pos_emb", "unless_replaced"]
 
 
 def norm_forward(norm: Norm, layer, x: torch.Tensor) -> torch.Tensor:

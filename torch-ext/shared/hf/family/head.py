@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+__all__ = ["Head", "Unmade", "check_head"]
+
 
 class Head(NamedTuple):
     """What a model makes of its head's products before the loss: softcap * tanh(scale * products / softcap), or scale * products without a

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Dict, Tuple
 
+__all__ = ["TESTED", "TEXTS"]
+
 _known = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 TESTED: Tuple[str, ...] = tuple(_known["tested"])
 TEXTS: Dict[str, Dict[str, Dict[str, str]]] = _known["texts"]

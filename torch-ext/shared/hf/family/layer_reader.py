@@ -13,6 +13,8 @@ from .expressions import INPUT, Op, Tensor, commutes
 from .families import LayerNorms
 from .probes import Angles
 
+__all__ = ["STREAM", "Facts", "Frame", "Reading", "alike", "layer_facts", "same"]
+
 LAYER = "DecoderLayer"
 STREAM = Op("residual stream")  # behind both branches
 AROUND = "linear", "norm", "activation", "add", "multiply", "times", "written", "parameter", "buffer"  # may be done to it

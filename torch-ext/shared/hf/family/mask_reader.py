@@ -13,6 +13,8 @@ from typing import Any, Dict, Iterator, List, Optional, Set
 from ..parts.modules import without_decorators
 from ..parts.texts import text_that_runs
 
+__all__ = ["FUNCTIONS", "why_masks_stay"]
+
 FUNCTIONS, MASK = "ALL_ATTENTION_FUNCTIONS", "attention_mask"
 
 

@@ -6,6 +6,8 @@ from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
 
 from .families import LOSS
 
+__all__ = ["DEFAULTS", "Settings", "given", "signature_of", "text_of"]
+
 # What a package's `apply` says of an option that it has. Those that are no operation have a default of their own.
 TEXTS = {
     "rms_norm": "the norms.",

@@ -27,6 +27,12 @@ from ..parts.modules import (
 from ..parts.wrapped import inside
 from .families import Families, Targets
 
+__all__ = [
+    "CALL_BEFORE", "WRAPPED", "all_are_seen", "bind", "calls_ours", "claim", "claim_layers", "class_for", "class_of", "class_stranger",
+    "copy_with", "current", "defines_forward", "describe", "hands_on", "holder", "is_wrapper", "original", "other_owner", "other_package",
+    "runs_ours", "slot_of", "stranger", "unbind", "warn_of_others",
+]  # fmt: skip
+
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 
 SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves

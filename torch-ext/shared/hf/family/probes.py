@@ -21,6 +21,8 @@ from .calls import argument_names
 from .families import Family
 from .forwards import rotary_of
 
+__all__ = ["CALLS", "Angles", "NormKind", "angles_of", "check_plain", "copy_of", "flags_of", "norm_kind", "rotary_kind"]
+
 ROWS = 64
 EPSILON = 3e-3  # that no text has
 # What the forwards of norms and routers and rotary embeddings may call: what they compute of some numbers, they compute of all.

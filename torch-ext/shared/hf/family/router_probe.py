@@ -16,6 +16,8 @@ from .calls import argument_names
 from .families import Scored
 from .probes import CALLS, check_plain, copy_of
 
+__all__ = ["router_kind"]
+
 # What routers call their attributes: of the number of groups, of those that are chosen, of a factor, of the least sum.
 GROUPS = ("num_group", "topk_group"), ("n_group", "topk_group")
 FACTORS, LEAST = ("routed_scaling_factor", "router_scaling_factor", "route_scale"), ("norm_min",)

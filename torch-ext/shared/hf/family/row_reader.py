@@ -23,6 +23,8 @@ from .layer_reader import Facts, Frame, Reading, layer_facts, same
 from .probes import Angles, NormKind, flags_of, norm_kind, rotary_kind
 from .router_probe import router_kind
 
+__all__ = ["Row", "class_names", "experts_of_called", "row_of"]
+
 SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu"}  # of an expert for all tokens
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 

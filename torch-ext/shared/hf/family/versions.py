@@ -13,12 +13,17 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
-from ...ops.common import numbers_in
+from ...runtime.torch_version import numbers_in
 from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprints_in
 from ..parts.hub import TRANSFORMERS_EXPECTED
 from .accounted import Names, reads, unaccounted
 from .known_texts import TESTED, TEXTS
+
+__all__ = [
+    "ADVICE", "Unfit", "by_argument", "changed_texts", "installed", "is_installed", "modeling_of", "note", "release", "unfit_texts",
+    "what_is_left", "why_left",
+]  # fmt: skip
 
 Unknown = Mapping[str, Mapping[str, Tuple["Unfit", ...]]]  # by family, what `by_argument` returns
 OLDEST = 5, 17

@@ -15,6 +15,8 @@ from .served import Served
 from .shapes import Shapes
 from .warmup import Case
 
+__all__ = ["Interface"]
+
 
 class Interface:
     """Holds the calls of one package. Its `__init__` gives them their public names, so that each has its text here once.

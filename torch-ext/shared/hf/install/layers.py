@@ -20,6 +20,11 @@ from ..model.decoder_model import given_tokens, model_forward
 from ..model.vision import causal_lm_with_vision
 from ..parts.modules import Layer, original_forward, rotary_forward
 
+__all__ = [
+    "any_norm_of", "causal_lm_of", "decoder_layer_of", "experts_named", "experts_of", "mlp_of", "model", "norm_while", "rms_norm_of",
+    "rotary_layer_of", "with_vision_of",
+]  # fmt: skip
+
 
 def _layer(name: str, forward: Callable[..., Any]) -> Type[Layer]:
     """A layer class with a forward of this package."""

@@ -30,6 +30,8 @@ from .recognised import Recognised, decoders_in, put_norms, read_of, why_attenti
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
 
+__all__ = ["capture", "explain", "kernelize"]
+
 
 def _attention_forward(targets: Targets, original):
     """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.

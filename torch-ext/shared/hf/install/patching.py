@@ -14,7 +14,7 @@ from typing import Any, Dict, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ..attention.attention_choice import (
     WITHOUT,
     give_attention_back,
@@ -43,6 +43,11 @@ from ..parts.hub import PAIR, kernels_library, kernels_wanted, mapping_of
 from ..parts.lookups import own_rotary
 from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from ..parts.wrapped import put
+
+__all__ = [
+    "FoundFamily", "get_patched_ops", "mapping", "noted_on_layers", "patch_classes", "prepare", "present", "register", "reset",
+    "unknown_of",
+]  # fmt: skip
 
 # On a module: what kernelize() was told of its model, and what it said.
 TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, offload_of.OFFLOADS, WITHOUT, SHAPE, SAID, FACTS

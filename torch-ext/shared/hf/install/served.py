@@ -16,6 +16,8 @@ from ..parts.lookups import own_rotary, rotary_replaced
 from . import layers, warmup
 from .warmup import Case
 
+__all__ = ["Served", "targets"]
+
 
 def targets(own: FusedLayer) -> Targets:
     """Makes the layers of a row, and says what they stand in for."""

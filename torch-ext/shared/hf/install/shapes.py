@@ -30,6 +30,8 @@ from .layers import mlp_of, rms_norm_of
 from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise, why_attention_stays
 from .small_copy import experts_in
 
+__all__ = ["Shapes", "explanation", "put_on"]
+
 HALF = "rotate_half"
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
 PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding"}

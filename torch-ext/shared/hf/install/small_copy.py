@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 import torch
 from torch import nn
 
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ..family.arguments import CACHE
 from ..family.calls import ANGLES, argument_names, kind_of
 from ..family.ownership import bind, unbind
@@ -22,6 +22,8 @@ from ..layer.recognised_layer import RecognisedLayer
 from ..parts.facts import NotServed, is_config
 from ..parts.modules import original_forward
 from . import layers as made
+
+__all__ = ["Small", "check_on_copy", "experts_in", "on_the_side", "small_copy"]
 
 # What configurations call their sizes. Of those with several meanings, such as a number of layers by stage, only plain numbers are changed.
 SIZES = {

@@ -23,6 +23,8 @@ from ..attention.attention_choice import head_dim_of
 from ..family.forwards import rotary_of
 from ..layer.decoder_layer import FusedLayer, make_inputs, make_outputs
 
+__all__ = ["EPS", "Case", "Maker", "Sizes", "attend", "case_of", "is_layer_of", "warm_up"]
+
 EPS = 1e-6
 DELTA = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
 NARROW = 64  # the side of a weight that no kernel sees

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 
 from ...decoder.nodes import TILE_OF
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ...ops.recorded import AttentionRecording, Results
 from ...ops.second_run import in_backward_pass
 from ...runtime.host_memory import Away
@@ -24,6 +24,12 @@ from ..parts.binding import begin_graphs_after
 from ..parts.explanation import warn_once
 from ..parts.modules import SAVED, captured_in_first_run, captured_outputs
 from ..parts.wrapped import WRAPPING
+
+__all__ = [
+    "KEEPS_ATTENTION", "RECOMPUTES_MLP", "attend_once", "captured_alike", "check_recompute", "checkpointed", "is_checkpointed",
+    "keeps_attention", "kept_on", "move_to", "place_of", "recomputes_mlp", "tile_of", "warn_of_called_attention", "warn_of_kept_mlp",
+    "was_told",
+]  # fmt: skip
 
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
 RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same

@@ -19,7 +19,8 @@ from ...decoder.norms import add_rms_norm, rms_norm
 from ...decoder.projection import Projection
 from ...decoder.sparse import norm_experts
 from ...decoder.spec import Inputs, Norm, Outputs
-from ...ops.common import autocasts, constant, constant_when_traced
+from ...ops.autograd import autocasts
+from ...ops.operators import constant, constant_when_traced
 from ...ops.rotary import qk_norm_rotary
 from ..attention.masks import unless_none
 from ..family.arguments import CACHE, SINCE_5_24
@@ -34,6 +35,8 @@ from .checkpointing import attend_once, captured_alike, keeps_attention, recompu
 from .fusable import Groups, explain_layer, why_not_fusable
 from .products import products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
+
+__all__ = ["FusedLayer", "Mixed", "attend", "decoder_layer_forward", "make_inputs", "make_outputs"]
 
 
 class Mixed(NamedTuple):

@@ -7,17 +7,22 @@ from typing import Any, Dict
 import torch
 from torch.nn.functional import softplus
 
-from ...ops.common import constant_when_traced
 from ...ops.delta_chunks import keeping_chunks
 from ...ops.gated_delta_rule import gated_delta_rule
 from ...ops.gated_delta_step import gated_delta_step
 from ...ops.gated_rms_norm import gated_rms_norm
+from ...ops.operators import constant_when_traced
 from ...ops.short_conv import TAPS, short_conv
 from ..attention.row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 from ..family.arguments import NET_CACHE
 from ..parts.lookups import Lookups, original_in
 from ..parts.modules import ACTIVATIONS, beside_class, is_marked, original_forward, without_decorators
 from ..parts.weights import is_plain
+
+__all__ = [
+    "INPUTS", "INPUTS_BY_KEY_HEAD", "NET", "convolution_function", "convolution_step", "delta_net_forward", "documents_of",
+    "gated_norm_forward", "is_before_5_21", "mixed_tokens", "rule_function", "why_not_ours",
+]  # fmt: skip
 
 NET = "linear_attn"  # a decoder layer's attribute
 # The projections of a net's input, and those of Qwen3-Next, which hold q, k, v and z, and b and a, of one key head after the other.

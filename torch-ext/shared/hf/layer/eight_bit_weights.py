@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ...ops.quantised import quantise_together
 from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
@@ -14,6 +14,8 @@ from ..parts.four_bit_experts import give_back, held_in
 from ..parts.weights import held, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
+
+__all__ = ["CONFIG", "Layers", "configs_of", "eight_bits", "explain_weights", "save_as_they_are", "sixteen_bits"]
 
 CONFIG = "quantization_config"
 FINE_GRAINED = "transformers.integrations.finegrained_fp8", "FP8Linear"

@@ -5,7 +5,7 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ...ops.four_bits import BLOCK
 from ..family.experts import WEIGHTS, experts_gate
 from ..parts.adapters import inside_wrappers
@@ -15,6 +15,8 @@ from ..parts.weights import held, is_plain
 from .decoder_layer import FusedLayer
 from .eight_bit_weights import CONFIG, Layers, configs_of, save_as_they_are
 from .sparse_block import is_sparse
+
+__all__ = ["explain_experts", "four_bits"]
 
 GPT_OSS = "gpt_oss"  # the type of models whose experts in MXFP4 other libraries read
 DTYPES = torch.bfloat16, torch.float16, torch.float32

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ...decoder.nodes import product_dtype
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ...runtime.device import PLAIN
 from ..parts.adapters import projection_or_reason
 from ..parts.explanation import Reason
@@ -16,6 +16,8 @@ from ..parts.modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_ac
 from ..parts.weights import held
 from .products import explain_products
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
+
+__all__ = ["WHOLE", "Groups", "explain_layer", "has_plain_norm", "why_not_fusable"]
 
 WHOLE = "decoder layer"  # the part that `explain` names where a layer is not taken apart
 Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)

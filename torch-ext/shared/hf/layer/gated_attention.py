@@ -13,6 +13,8 @@ from ..parts.modules import why_not_own
 from .decoder_layer import ROTARY, FusedLayer, attend
 from .fusable import has_plain_norm
 
+__all__ = ["gated_attention", "why_not_fused"]
+
 
 def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:
     """Why an attention module is called as it is, for a normalised input x; None where `gated_attention` stands in for it."""

@@ -17,7 +17,7 @@ from torch import nn
 from ...decoder.nodes import product_dtype
 from ...decoder.norm_projections import norm_projections
 from ...decoder.norms import rms_norm
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ..family.arguments import CACHE, NET_CACHE
 from ..family.families import Mixer
 from ..parts.adapters import projections
@@ -28,6 +28,8 @@ from . import gated_attention
 from .decoder_layer import FusedLayer, Mixed
 from .delta_net import NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
 from .fusable import Groups
+
+__all__ = ["MixedLayer"]
 
 
 class MixedLayer(FusedLayer):

@@ -16,13 +16,15 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ...runtime.device import is_ordinary
 from ...runtime.host_memory import Away
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
 from ..parts.wrapped import WRAPPING
 from .checkpointing import kept_on, move_to, place_of, was_told
+
+__all__ = ["FUNCTION", "OFFLOADS", "check_offload", "explain_offload", "switch", "take_back"]
 
 OFFLOADS = SAVED + "offloads"  # on a decoder layer or its class: what apply() or kernelize() was told
 FUNCTION = "_gradient_checkpointing_func"  # on a layer: what transformers checkpoints it with

@@ -8,11 +8,13 @@ from torch import nn
 from ...decoder.eight_bits import FEWEST, KINDS, fewest_of, why_not_eight
 from ...decoder.nodes import why_not_tiled
 from ...decoder.projection import Group
-from ...ops.common import fail
+from ...ops.arguments import fail
 from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
 from .checkpointing import tile_of, was_told
+
+__all__ = ["PRODUCTS", "check_products", "explain_products", "products_of", "warn_of_no_layers"]
 
 PRODUCTS = SAVED + "products"  # on a decoder layer or its class: what apply() or kernelize() was told
 TILES, EXPERT_TILES = "MLP in tiles of {} tokens", "experts in tiles of {} tokens"  # as `explain` names them

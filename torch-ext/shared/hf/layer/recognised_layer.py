@@ -18,6 +18,8 @@ from ..parts.modules import is_marked, own_forward
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE
 
+__all__ = ["FACTS", "RecognisedLayer"]
+
 FACTS = SAVED + "facts"  # on a layer: what decided its branches, by the attributes that lead to it
 
 

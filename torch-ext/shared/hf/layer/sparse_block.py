@@ -19,6 +19,8 @@ from ..parts.facts import follow
 from ..parts.modules import OwnForwards, is_marked, is_silu, own_forward
 from ..parts.weights import held, why_not_plain
 
+__all__ = ["SparseBlock", "is_sparse", "sparse_block_or_reason"]
+
 
 class SparseBlock(NamedTuple):
     """What `norm_experts` computes with."""

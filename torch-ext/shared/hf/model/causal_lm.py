@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ...ops.cross_entropy import CrossEntropyOptions, LinearCrossEntropyOutput, cross_entropy_of_logits
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..family.head import Head, Unmade, check_head
@@ -18,6 +18,11 @@ from ..parts.lookups import replaced_below
 from ..parts.modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward, own_forward, why_not_own
 from ..parts.weights import call_with, held, plain_weight, rows_of, sharded_weight, why_not_plain
 from .padding import may_change, without_padding
+
+__all__ = [
+    "LOSS_OPTIONS", "OPTIONS", "SAID", "SHAPE", "causal_lm_forward", "causal_lm_loss", "causal_lm_loss_of_logits", "output_with_metrics",
+    "shift", "why_logits_are_made",
+]  # fmt: skip
 
 NO_CHANGE = Head()
 # On a causal LM whose forward was read (losses.py): of its `Flow`, head, vocabulary and takes_return_dict.

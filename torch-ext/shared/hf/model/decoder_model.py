@@ -5,8 +5,8 @@ from typing import Any, Callable
 
 import torch
 
-from ...ops.common import constant_when_traced
 from ...ops.embedding import traced_embedding
+from ...ops.operators import constant_when_traced
 from ...runtime.device import is_ordinary
 from ..attention.attention_choice import choose_attention, leave_attention
 from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of, exchanges
@@ -21,6 +21,8 @@ from ..parts.modules import all_are_listened_to, for_class, is_marked, original_
 from ..parts.weights import is_torchs_embedding
 from ..parts.wrapped import inside
 from .padding import left_out_of_decoder, put_back
+
+__all__ = ["choosing_forward", "given_tokens", "model_forward"]
 
 KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
 

@@ -5,6 +5,11 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 from ..parts.facts import OTHER, Module, Path, Unknown
 
+__all__ = [
+    "CALLS", "GIVEN", "LOSS_FUNCTION", "MIXED", "Environment", "Logits", "LogitsMethod", "Output", "Step", "has_logits", "is_output",
+    "joined", "merge",
+]  # fmt: skip
+
 CALLS = "<calls of the loss>"  # in an environment: the numbers of calls that there may have been
 Environment = Dict[str, Any]  # the values of a forward's names
 GIVEN: Any = Unknown("no logits, and not None")

@@ -50,6 +50,8 @@ from .flow_values import (
     merge,
 )
 
+__all__ = ["ComputedInside", "Flow", "flow_of"]
+
 LOSS_ARGUMENTS = ("logits", "labels", "vocab_size")
 # What is not followed, and may be there where it neither sees logits nor makes them.
 OPAQUE = (

@@ -17,6 +17,8 @@ from ..parts.modules import is_called_as_usual, original_forward
 from .causal_lm import OPTIONS, SHAPE, causal_lm_forward, output_with_metrics
 from .logits_flow import ComputedInside, Flow, flow_of
 
+__all__ = ["INSIDE", "Read", "put_losses_on", "read_losses"]
+
 INSIDE = "inside"  # the code of the reason where a causal LM that is held by another one computes its loss
 OURS = {*OPTIONS, "skip_logits", "num_items", "head"}  # arguments that a forward cannot have for itself
 Read = Dict[nn.Module, Union[Flow, Reason]]  # by causal LM: what its forward does with its logits, or why its loss needs them

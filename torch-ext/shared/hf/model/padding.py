@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ...ops.attention import takes_dtype, takes_heads
-from ...ops.common import autocasts
+from ...ops.autograd import autocasts
 from ..attention.attention_choice import choose_attention, head_dim_of
 from ..attention.defaults import ATTENTION, are_defaults_own, exchange_of
 from ..attention.masks import (
@@ -47,6 +47,8 @@ from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_
 from ..parts.tree import HOOKS, tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
+
+__all__ = ["KEEPS", "left_out_of_decoder", "may_change", "only_labels_are_read", "put_back", "without_padding"]
 
 PARTS = 16  # steps of a length between two powers of two
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`

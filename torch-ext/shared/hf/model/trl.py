@@ -25,6 +25,8 @@ from ..parts.fingerprint import fingerprint_of
 from .causal_lm import shift
 from .padding import only_labels_are_read
 
+__all__ = ["PART", "USER", "is_imported", "options_of", "switch", "take_back", "why_not"]
+
 ORIGINAL = "bastile_original"  # on what stands in TRL's function's place: that function
 USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's trainers call it
 PART = "log-probabilities in TRL's trainers"

@@ -8,6 +8,8 @@ from ..family.families import Family, Vision, head_of
 from ..family.versions import installed
 from .causal_lm import causal_lm_forward
 
+__all__ = ["causal_lm_with_vision"]
+
 # The arguments where a family's row names no others. transformers 5.17 has neither the router's logits here
 # nor the encoder's outputs, and only a model with experts has the former.
 KNOWN_SINCE = (5, 18)

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from ...decoder.projection import FourBitWeight, Projection, is_traceable
-from ...ops.common import constant_when_traced
 from ...ops.expert_adapters import ExpertAdapter, ExpertAdapters
+from ...ops.operators import constant_when_traced
 from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
 from .modules import own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
+
+__all__ = ["expert_adapters_or_reason", "inside_wrappers", "is_untouched", "projection_or_reason", "projections", "router_weight_or_reason"]
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")  # adds an adapter to a parameter of the module in it

@@ -11,6 +11,8 @@ import torch
 from .modules import is_marked, original_forward
 from .wrapped import inside
 
+__all__ = ["BoundForward", "BoundMethod", "begin_graphs_after", "bound_modules", "remember"]
+
 BOUND = "_bastile_bound_modules"  # in every loaded copy of this file: the modules that hold a forward that it bound
 _bastile_bound_modules: "weakref.WeakSet" = weakref.WeakSet()
 

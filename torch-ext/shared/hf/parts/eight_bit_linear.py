@@ -20,6 +20,8 @@ from ...decoder.projection import EightBitWeight
 from ...ops.quantised import E4M3, dense_of, quantise_together
 from .weights import is_plain
 
+__all__ = ["BLOCK", "EightBitLinear", "ReadOnly", "dense_of_blocks"]
+
 BLOCK = 128  # rows and columns for which FineGrainedFP8 has a scale; all of a weight's are equal here
 WRITES = "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__"  # and every method whose name ends in "_"
 SHARING = vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach  # what gives the same memory again, and is no view

@@ -7,6 +7,8 @@ import torch
 
 from ...runtime.device import why_no_kernels
 
+__all__ = ["ADVICE", "MIXERS", "Explanation", "Reason", "explanation_of", "losses_of_others", "no_kernels", "warn_once"]
+
 # What to do about a reason, by its code; "" where there is nothing to do.
 ADVICE = {
     "trl_head": "nothing for its trainers, which make no logits; for other losses call apply() or kernelize() before creating one",

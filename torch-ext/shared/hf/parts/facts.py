@@ -11,6 +11,11 @@ from torch import nn
 from .modules import original_forward, without_decorators
 from .texts import text_that_runs
 
+__all__ = [
+    "CALL", "COMPARED", "COMPUTED", "OTHER", "Fact", "ForwardText", "Global", "Module", "NotServed", "Path", "Unknown", "arguments_of",
+    "computed", "fact_of", "follow", "forward_text", "held_at", "is_config", "is_number", "refused", "truth_of",
+]  # fmt: skip
+
 Path = Tuple[str, ...]  # the attributes that lead from a module to something that it holds
 CALL = "()"  # at the end of an attribute's name: of a method without arguments
 WRAPPING = ("can_return_tuple", "merge_with_config_defaults", "deprecate_kwarg")  # decorators that call the forward with what they got

@@ -5,6 +5,8 @@ import ast
 import hashlib
 from typing import Any, Dict, Iterable
 
+__all__ = ["fingerprint_of", "fingerprints_in"]
+
 ABSENT = "absent"  # the fingerprint of what a text does not define
 IGNORED = ("annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx")
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

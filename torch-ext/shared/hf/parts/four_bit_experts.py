@@ -22,6 +22,11 @@ from ...ops.four_bits import WHOLE, CodedExperts, blocks_of, dense_of_blocks
 from .eight_bit_linear import ReadOnly
 from .weights import is_plain
 
+__all__ = [
+    "KINDS", "Mxfp4", "Nf4", "Parametrizations", "give_back", "held_in", "is_of_bitsandbytes", "take", "take_from_bitsandbytes",
+    "weight_or_codes",
+]  # fmt: skip
+
 OF_BITSANDBYTES = "bitsandbytes.nn.parametrize", "Bnb4bitParametrization"
 LISTS, NAMES = "parametrizations", "_names_in_state_dicts"
 

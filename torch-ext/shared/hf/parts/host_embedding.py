@@ -9,9 +9,11 @@ from typing import Iterator, List, Optional, Tuple
 import torch
 from torch import nn
 
-from ...ops.common import describe, fail
+from ...ops.arguments import describe, fail
 from .explanation import Reason
 from .weights import held, is_plain
+
+__all__ = ["HostEmbedding", "explain_embeddings", "host_embeddings"]
 
 ROWS = 4096  # looked up and copied at once
 

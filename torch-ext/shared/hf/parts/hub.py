@@ -2,6 +2,8 @@
 
 from typing import Any, Mapping, NamedTuple
 
+__all__ = ["KERNELS_EXPECTED", "PAIR", "TRANSFORMERS_EXPECTED", "kernels_library", "kernels_wanted", "mapping_of"]
+
 TRANSFORMERS_EXPECTED = ">=5.17"
 KERNELS_EXPECTED = ">=0.16.2,<0.18"
 # Each transformers works with one minor version of kernels only.

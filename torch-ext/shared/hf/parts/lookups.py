@@ -11,8 +11,13 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ...ops.common import constant_when_traced
+from ...ops.operators import constant_when_traced
 from .wrapped import inside, is_wrapped
+
+__all__ = [
+    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "name_of", "original_forward_of", "original_in", "overridden", "own_rotary",
+    "replaced_below", "rotary_replaced",
+]  # fmt: skip
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart

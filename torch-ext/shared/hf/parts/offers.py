@@ -3,6 +3,8 @@ the last one's is in force, and when a package takes its own back, another's tak
 
 from typing import Callable
 
+__all__ = ["offer", "withdraw"]
+
 
 def offer(interface, attribute: str, name: str, function: Callable, package: str) -> None:
     """Registers a package's implementation. attribute: where the interface keeps what is offered, by package."""

@@ -4,9 +4,11 @@ from collections import Counter
 
 import torch
 
-from ...ops.common import lay_side_by_side, side_by_side
+from ...ops.neighbours import lay_side_by_side, side_by_side
 from .explanation import Reason
 from .weights import plain_weight
+
+__all__ = ["GROUPS", "pack", "why_apart"]
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

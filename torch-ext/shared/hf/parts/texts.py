@@ -12,6 +12,8 @@ from torch import nn
 
 from .fingerprint import fingerprint_of
 
+__all__ = ["globals_in", "text_of", "text_that_runs"]
+
 LIBRARIES = ("torch", "transformers")
 
 

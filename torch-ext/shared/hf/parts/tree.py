@@ -9,6 +9,8 @@ from torch import nn
 
 from .modules import SAVED, modules_of
 
+__all__ = ["HOOKS", "TREE", "NotCopied", "keep_tree", "tree_of"]
+
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
 _MODULES, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")

@@ -8,6 +8,8 @@ from typing import Any, Dict, Iterable, List, Tuple
 import torch
 from torch import nn
 
+__all__ = ["HOOKS", "SIMPLE", "Watch"]
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")

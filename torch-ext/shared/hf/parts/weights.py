@@ -11,6 +11,11 @@ from .explanation import Reason
 from .lookups import replaced_below
 from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
 
+__all__ = [
+    "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "plain_weight", "rows_of", "sharded_weight", "weight_of",
+    "weight_within", "why_not_plain",
+]  # fmt: skip
+
 _linear = torch._C._nn.linear  # whatever stood for it before this file was read
 INSIDE_FSDP1 = "_fsdp_wrapped_module"  # under this name FSDP1's wrapper holds the module inside
 

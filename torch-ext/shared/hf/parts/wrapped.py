@@ -9,7 +9,9 @@ Before 5.23 there are no such wrappers, and the layer's `__call__` checkpoints.
 from types import FunctionType
 from typing import Any
 
-from ...ops.common import constant_when_traced
+from ...ops.operators import constant_when_traced
+
+__all__ = ["WRAPPING", "inside", "is_wrapped", "put"]
 
 WRAPPING = "transformers.modeling_layers"
 

@@ -7,13 +7,15 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ...ops.common import TORCH_MIN, numbers_in
 from ...runtime import launch
 from ...runtime.artifacts import ArtifactError
 from ...runtime.device import why_no_kernels
 from ...runtime.driver import MIN_DRIVER, DriverError
+from ...runtime.torch_version import TORCH_MIN, numbers_in
 from ..parts.hub import KERNELS_EXPECTED, PAIR, TRANSFORMERS_EXPECTED
 from . import self_check
+
+__all__ = ["TORCH", "Finding", "Report", "main", "report"]
 
 # By library: the versions that are taken, and what to run where another is found. None: any, or none at all.
 Libraries = Sequence[Tuple[str, Optional[str], str]]

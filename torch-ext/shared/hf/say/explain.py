@@ -5,7 +5,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from ...ops.common import side_by_side
+from ...ops.neighbours import side_by_side
 from ..attention.attention_choice import name_that_is_kept, runs_between_exchanges, why_no_kernel
 from ..capture.capture import captured_passes, captured_sizes
 from ..family import ownership
@@ -20,6 +20,8 @@ from ..parts.explanation import MIXERS, Explanation, Reason, explanation_of, los
 from ..parts.host_embedding import explain_embeddings
 from ..parts.packing import GROUPS, why_apart
 from ..parts.weights import plain_weight, weight_within
+
+__all__ = ["explain", "explain_losses"]
 
 UNPATCHED = Reason("unpatched", "transformers' own forward")
 

@@ -21,6 +21,8 @@ from ...runtime.artifacts import ArtifactError, KernelMissing
 from ...runtime.device import why_no_kernels
 from ...runtime.tuning import tuner
 
+__all__ = ["run"]
+
 # The largest relative error ||found - exact|| / ||exact||: a few roundings in a row. A kernel that computes something else is far beyond.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
