@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from interpreter import ops as interpreted_ops
+from interpreter import reductions
 from interpreter.backend import InterpreterBackend
 from tests.ops import gated_delta_rule as rule
 from tests.ops.common import BF16
@@ -55,7 +55,7 @@ MOST = {FORWARD: 4.2, BACKWARD: 6.8}  # times the floor's bytes, for two value h
 def counted(monkeypatch):
     """[(kernel, bytes of the rows and states that it was given, multiplications)] of each launch, in order."""
     launches, products = [], [0]
-    product, prepare = interpreted_ops._product, InterpreterBackend.prepare
+    product, prepare = reductions._product, InterpreterBackend.prepare
 
     def counting_product(x, y, dtype):
         products[0] += x.data.numel() * y.data.shape[-1]
@@ -77,7 +77,7 @@ def counted(monkeypatch):
 
         return counting
 
-    monkeypatch.setattr(interpreted_ops, "_product", counting_product)
+    monkeypatch.setattr(reductions, "_product", counting_product)
     monkeypatch.setattr(InterpreterBackend, "prepare", counting_prepare)
     return launches
 
