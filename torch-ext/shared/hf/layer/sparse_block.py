@@ -57,7 +57,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     if torch.compiler.is_compiling() and any(isinstance(each, CodedExperts) for each in weights):
         return Reason("called", "torch.compile, for experts in four bits")
     weight, bias = held(router, "weight"), held(router, "bias")
-    correction, scores = _correction(sparse, block, router), _scores(sparse.scored, router, weight.shape[0])
+    correction, scores = _correction(sparse, block, router), _scores(sparse.scored, router, weight)
     if isinstance(scores, Reason):
         return scores
     wide = [*([weight] if scores.wide else []), *([] if correction is None else [correction])]  # may be
@@ -88,15 +88,15 @@ def _correction(sparse: Sparse, block, router) -> Any:
     return found if found is None or found.dim() == 1 else found.detach().reshape(-1)
 
 
-def _scores(scored: Scored, router, experts: int) -> Union[Scores, Reason]:
-    """How a router scores now, of so many experts."""
+def _scores(scored: Scored, router, weight: torch.Tensor) -> Union[Scores, Reason]:
+    """How a router scores now. weight: its own, [experts, hidden], or a piece of it while FSDP has no forward pass."""
     names = {"factor": scored.factor, "least": scored.least, **dict(zip(("groups", "chosen"), scored.groups))}
     held = {field: router.__dict__[name] for field, name in names.items() if name}
     if not all(type(value) in (int, float) for value in held.values()):
         return Reason("model", f"{', '.join(filter(None, names.values()))} of the router are not all numbers")
     kind = scored.kind._replace(**held) if held else scored.kind
-    among = kind.chosen * experts // kind.groups
-    if router.top_k > among:  # the others' scores are what the router masks them with
+    among = kind.chosen * weight.shape[0] // kind.groups
+    if kind.chosen < kind.groups and weight.dim() == 2 and router.top_k > among:  # the others' scores are what the router masks them with
         return Reason("model", f"top_k is {router.top_k}, and the groups that are chosen have {among} experts")
     return kind
 
