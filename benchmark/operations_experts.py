@@ -34,8 +34,8 @@ def choice(size: models.Size, tokens: int, random: Random, skew: float) -> torch
 
 @dataclass(frozen=True)
 class Layer:
-    """What a family's layer computes. gate(gate_up): between its projections; biased: do these have biases? Then the weights are [experts,
-    in, out], else [experts, out, in]. options: of the package's function."""
+    """A family's layer of experts. gate(gate_up): between its projections; biased: whether these have biases, with weights that are
+    [experts, in, out], else [experts, out, in]. options: of the package's function."""
 
     gate: Callable[[torch.Tensor], torch.Tensor]
     biased: bool

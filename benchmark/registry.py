@@ -1,4 +1,4 @@
-"""What the files of this folder declare: operations, and tables of their own."""
+"""The operations that the files of this folder declare, and their own tables."""
 
 import functools
 import importlib

@@ -28,7 +28,7 @@ class Run:
 
 @dataclass
 class Result:
-    """What a run found. kernel: the name of the loaded package; tokens: of a step; peak_mib: of memory, above that at the start."""
+    """The result of a run. kernel: name of the loaded package; tokens: in a step; peak_mib: peak memory minus the memory at the start."""
 
     kernel: str | None = None
     parameters: int = 0

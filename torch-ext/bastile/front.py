@@ -35,7 +35,7 @@ class OnHub(NamedTuple):
 
 
 def _by_what_serves(call: Callable) -> Any:
-    """The same call, made by what serves the model that it is given."""
+    """Hands a call on to the package that serves its model."""
 
     @functools.wraps(call)
     def of_model(self, model, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What the forwards of several layers do: the Hub allows a layer class nothing but `forward`."""
+"""Functions that the forwards of several layers share: the Hub allows a layer class nothing but `forward`."""
 
 import torch
 from torch import nn

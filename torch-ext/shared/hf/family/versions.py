@@ -175,7 +175,7 @@ def unfit_texts(targets) -> Dict[str, Tuple[Unfit, ...]]:
 
 
 def by_argument(targets, unfit: Mapping[str, Tuple[Unfit, ...]]) -> Dict[str, Tuple[Unfit, ...]]:
-    """What `unfit_texts` found, by the arguments of `apply` that decide about the operations."""
+    """Groups the texts that `unfit_texts` found by the argument of `apply` that decides about their operation."""
     found: Dict[str, Tuple[Unfit, ...]] = {}
     for operation, texts in unfit.items():
         argument = targets.argument_of(operation)

@@ -131,7 +131,7 @@ def register(families: Sequence[FoundFamily]):
 
 
 def noted_on_layers(told: Settings) -> Dict[str, Any]:
-    """What `Settings` has decoder layers, or their class, hold. Raises what is raised for a wrong option, before anything is changed."""
+    """Returns the values that `Settings` puts on decoder layers or their class. Raises for a wrong option before anything is changed."""
     check_products(told.products)
     trl.options_of(told.log_probs)
     recomputes, offloads = check_recompute(told.recompute_mlp), offload_of.check_offload(told.offload)

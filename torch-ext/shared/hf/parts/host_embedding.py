@@ -57,7 +57,7 @@ class HostEmbedding(nn.Module):
         return self.table
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What a call returns, of no size, and not to be trained. Its owner's `parameters` does not ask this."""
+        """Yields an empty stand-in for the table that refuses to be trained. The `parameters` of a whole model never calls this."""
         yield self.home.as_subclass(Frozen)  # type: ignore[misc]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
