@@ -173,9 +173,10 @@ def trained(model):
         (trained, "model.layers.1.mlp.up_proj.weight is to be trained (requires_grad), expected frozen weights: call"),
         (with_nan, "model.layers.1.mlp.up_proj.weight is not finite"),
         (with_hook, "model.layers.1.mlp.up_proj is no plain torch.nn.Linear (hooks listen to it)"),
+        (lambda model: model.to("meta"), "model.layers.0.self_attn.q_proj.weight is on the meta device, expected numbers"),
         (lambda model: setattr(model.config, "quantization_config", type("Config", (), {"quant_method": "gptq"})()), "quantised by gptq"),
     ),
-    ids=("trained", "NaN", "hooks", "another library's"),
+    ids=("trained", "NaN", "hooks", "meta", "another library's"),
 )
 def test_what_is_no_frozen_linear_layer_is_refused_by_name(qwen3, change, expected):
     model = frozen()
@@ -211,6 +212,8 @@ WRITES = (
     lambda layer: torch.add(layer.weight, 1, out=layer.weight),
     lambda layer: setattr(layer.weight, "data", torch.zeros(1)),
     lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(1))),
+    lambda layer: setattr(layer, "weight", torch.zeros(1)),
+    lambda layer: torch._foreach_mul_([layer.weight], 2.0),
     lambda layer: layer.reset_parameters(),
 )
 
@@ -280,6 +283,8 @@ def test_casts_leave_the_codes_as_they_are(qwen3, dtype):
         assert torch.equal(layer.codes, before.codes) and torch.equal(layer.scale_bits, before.scale_bits)
     ids = random_tokens(2, 8)
     assert torch.equal(cast(input_ids=ids).logits, in_sixteen(qwen3, cast)(input_ids=ids).logits)
+    with pytest.raises(RuntimeError, match="expected a cast that leaves integers alone"):
+        copy.deepcopy(model).type(dtype)
     assert layers_of(copy.deepcopy(model).to("meta"))["model.layers.0.mlp.up_proj"].weight.device.type == "meta"
 
 

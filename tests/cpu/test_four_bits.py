@@ -213,6 +213,7 @@ WRITES = (
     lambda experts: experts.down_proj.data.copy_(experts.down_proj),
     lambda experts: experts.down_proj[:2].zero_(),
     lambda experts: experts.down_proj.data.__iadd__(1),
+    lambda experts: torch._foreach_copy_([experts.down_proj], [experts.gate_up_proj]),
 )
 
 
@@ -434,6 +435,7 @@ def _quantised(model):
     (
         (_trained, "model.layers.0.mlp.experts.down_proj is to be trained (requires_grad), expected frozen weights"),
         (_infinite, "model.layers.0.mlp.experts.down_proj is not finite"),
+        (lambda model: model.to("meta"), "model.layers.0.mlp.experts.gate_up_proj is on the meta device, expected numbers"),
         (_quantised, "quantised by gptq"),
     ),
 )

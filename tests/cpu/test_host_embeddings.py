@@ -139,6 +139,7 @@ def _replaced(model):
 
 
 REFUSED = (
+    (lambda model: model.to("meta"), "model.embed_tokens.weight is on the meta device, expected a table with numbers"),
     (_tied, "model.embed_tokens.weight is tied to lm_head.weight"),
     (_trained, "model.embed_tokens.weight is to be trained (requires_grad), expected a frozen one"),
     (_scaled, "model.embed_tokens is a Scaled with more than a look-up"),

@@ -8,6 +8,7 @@ import torch
 from tests.integrations.adapters import PROJECTIONS, lora
 from tests.integrations.common import install, model_on
 from tests.integrations.trainers import BOTH, run
+from tests.models import mesh_of_one
 
 BF16 = torch.bfloat16
 
@@ -39,3 +40,16 @@ def test_adapters_over_weights_in_eight_bits(qwen3, device, kind, tmp_path):
     found = [{name: p.detach() for name, p in model.named_parameters() if p.requires_grad} for model in models]
     for other in found[1:]:
         assert found[0].keys() == other.keys() and all(torch.equal(found[0][name], other[name]) for name in other)
+
+
+def test_what_cannot_hold_them_raises(qwen3, device):
+    """FSDP version 1, whose buffers are of floating point numbers, and accelerate's offloading, which takes parameters from a state dict by
+    their names: as docs/lora.md says, instead of other numbers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    accelerate = pytest.importorskip("accelerate")
+    with mesh_of_one(), pytest.raises(ValueError, match="integer|uniform dtype"):
+        FullyShardedDataParallel(base_on(qwen3, device), use_orig_params=True, device_id=torch.device(device))
+    offloaded = accelerate.cpu_offload(base_on(qwen3, device), execution_device=device)
+    with pytest.raises(KeyError, match="codes"):
+        offloaded(input_ids=torch.ones((1, 4), dtype=torch.long, device=device))

@@ -16,6 +16,7 @@ from tests.integrations.ranks import WORLD
 from tests.models import Step
 from tests.tolerances import assert_close
 
+CODES = "over weights in eight bits"
 ZERO_1, ZERO_2, ZERO_3 = (pytest.param(stage, False, id=f"ZeRO-{stage}") for stage in (1, 2, 3))
 ZERO_3_OF_LAYERS = pytest.param(3, True, id="ZeRO-3 of layers")
 STAGES = pytest.mark.parametrize(("stage", "leaf"), [ZERO_1, ZERO_2, ZERO_3, ZERO_3_OF_LAYERS])
@@ -86,6 +87,8 @@ def check_gradients(here, how, stage, leaf, changes, checkpointing, adapted=Fals
 
     def make():
         made = model_on(device, **changes)
+        if adapted == CODES:
+            here.qwen3.eight_bits(made.requires_grad_(False))
         return lora(made, target_modules=PROJECTIONS) if adapted else made
 
     expected = Step(make(), **inputs)
@@ -250,10 +253,11 @@ def test_checkpointing_under_zero(ranks, stage, leaf, checkpointing, adapted):
     ranks.run(check_gradients, "kernelize", stage, leaf, {}, checkpointing, adapted)
 
 
-@pytest.mark.integration("DeepSpeed: LoRA")
+@pytest.mark.integration("DeepSpeed: LoRA", "DeepSpeed: LoRA over weights in eight bits")
+@pytest.mark.parametrize("adapted", [True, CODES], ids=["", CODES])
 @pytest.mark.parametrize(("stage", "leaf"), [ZERO_2, ZERO_3, ZERO_3_OF_LAYERS])
-def test_lora_under_zero(ranks, stage, leaf):
-    ranks.run(check_gradients, "kernelize", stage, leaf, {}, None, True)
+def test_lora_under_zero(ranks, stage, leaf, adapted):
+    ranks.run(check_gradients, "kernelize", stage, leaf, {}, None, adapted)
 
 
 @pytest.mark.integration("DeepSpeed: options of the loss")

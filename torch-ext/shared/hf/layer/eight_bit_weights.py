@@ -75,6 +75,8 @@ def _found(name: str, layer) -> FrozenLinear:
     if weight.requires_grad:
         advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
         fail(f"{name}.weight", "to be trained (requires_grad)", advice)
+    if weight.is_meta:
+        fail(f"{name}.weight", "on the meta device", "numbers: load the model first")
     if not bool(found.numbers().isfinite().all()):
         fail(f"{name}.weight", "not finite", "numbers without infinities and NaN")
     return found

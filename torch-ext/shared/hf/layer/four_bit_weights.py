@@ -57,6 +57,8 @@ def _found(prefix: str, module, kind: str) -> List[ExpertWeight]:
         if weight.requires_grad:
             advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
             fail(f"{prefix}.{name}", "to be trained (requires_grad)", advice)
+        if weight.is_meta:
+            fail(f"{prefix}.{name}", "on the meta device", "numbers: load the model first")
         length = weight.shape[1 if transposed else 2]
         if kind == "mxfp4" and length % BLOCK:
             fail(f"{prefix}.{name}", f"one of {length} numbers a sum", f"a multiple of {BLOCK} of them, or kind='nf4'")

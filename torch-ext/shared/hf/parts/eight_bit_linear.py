@@ -17,10 +17,11 @@ from torch.nn.functional import linear
 
 from ...decoder.nodes import product_dtype
 from ...decoder.projection import EightBitWeight
+from ...ops.arguments import fail
 from ...ops.quantised import E4M3, dense_of, quantise_together
 from .weights import is_plain
 
-__all__ = ["BLOCK", "EightBitLinear", "ReadOnly", "dense_of_blocks"]
+__all__ = ["BLOCK", "EightBitLinear", "ReadOnly", "dense_of_blocks", "why_not_finite"]
 
 BLOCK = 128  # rows and columns for which FineGrainedFP8 has a scale; all of a weight's are equal here
 WRITES = "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__"  # and every method whose name ends in "_"
@@ -39,7 +40,8 @@ class ReadOnly(torch.Tensor):
         name, named = getattr(func, "__name__", ""), kwargs or {}
         written = [named.get("out")]
         if name in WRITES or (name.endswith("_") and not name.endswith("__")):
-            written += [*args[:1], named.get("tensor"), named.get("input")]
+            written += [*args[:1], named.get("tensor"), named.get("input"), named.get("self")]
+        written += [one for each in written if isinstance(each, (list, tuple)) for one in each]  # of `torch._foreach_mul_`
         if any(isinstance(each, cls) for each in written):
             raise RuntimeError(REFUSED)
         with torch._C.DisableTorchFunctionSubclass():
@@ -103,6 +105,10 @@ class EightBitLinear(nn.Linear):
         dense = self.in_codes().dense(self.dense_dtype)
         return dense.as_subclass(ReadOnly) if is_plain(dense) else dense
 
+    @weight.setter
+    def weight(self, value) -> None:
+        raise RuntimeError(REFUSED)
+
     @property
     def weight_scale_inv(self) -> torch.Tensor:
         """The scale for each block, [blocks of rows, of columns] fp32: one block of a length into which BLOCK-wise ones do not go evenly,
@@ -124,7 +130,10 @@ class EightBitLinear(nn.Linear):
         super().register_parameter(name, param)
 
     def _apply(self, fn, recurse=True):
-        self.dense_dtype = fn(torch.empty((0,), dtype=self.dense_dtype, device=self.scale_bits.device)).dtype
+        device = self.scale_bits.device
+        if fn(torch.empty((0,), dtype=torch.uint8, device=device)).dtype != torch.uint8:  # `module.type(dtype)` casts integers too
+            fail("a weight in eight bits", "to be cast byte by byte", "a cast that leaves integers alone: model.to(dtype)", RuntimeError)
+        self.dense_dtype = fn(torch.empty((0,), dtype=self.dense_dtype, device=device)).dtype
         return super()._apply(fn, recurse)
 
     # ---------------------------------------------------------------- state dicts
@@ -140,22 +149,43 @@ class EightBitLinear(nn.Linear):
         """Takes codes with one scale as they are, and rounds everything else anew: a weight in 16 bits, codes with scales of blocks."""
         name, found, scale = f"{prefix}weight", dict(state_dict), None
         weight, scales = found.pop(name, None), found.pop(f"{name}_scale_inv", None)
-        if weight is not None and weight.dtype == E4M3 and scales is None:
-            error_msgs.append(f"{name} is in eight bits without {name}_scale_inv, the scale of its codes")
-            return
-        if weight is not None and weight.dtype == E4M3:
-            scale = only_scale(scales)
-            weight = weight if scale is not None else dense_of_blocks(weight, scales)
-        if weight is not None and scale is None:
-            (weight,), scale = quantise_together([weight])
         if weight is not None:
+            why = _why_not_loaded(weight, scales)
+            if why:
+                error_msgs.append(f"{name} {why}")
+                return
+            scale = None if scales is None else only_scale(scales)
+            if scale is None:
+                (weight,), scale = quantise_together([weight if scales is None else dense_of_blocks(weight, scales)])
             found[f"{prefix}codes"] = weight.view(torch.uint8)
         missing: List[str] = []
         before = len(error_msgs)
         super()._load_from_state_dict(found, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
         missing_keys += [name if key == f"{prefix}codes" else key for key in missing]
         if scale is not None and len(error_msgs) == before:
-            self.scale_bits = scale.to(self.scale_bits.device).view(torch.int32)
+            self.scale_bits = scale.to(self.codes.device).view(torch.int32)  # which `assign` may have moved
+
+
+def _why_not_loaded(weight: torch.Tensor, scales: Optional[torch.Tensor]) -> str:
+    """Why a weight [out, in] of a state dict is not taken, "" where it is. scales: what goes with its codes, None for none."""
+    if scales is None:
+        if weight.dtype == E4M3:
+            return "is in eight bits without weight_scale_inv, the scale of its codes"
+        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            return f"is {weight.dtype}, expected torch.float8_e4m3fn with weight_scale_inv, or numbers in 16 or 32 bits"
+        return why_not_finite(weight)
+    if weight.dtype != E4M3:
+        return f"is {weight.dtype} with weight_scale_inv, expected torch.float8_e4m3fn"
+    blocks = [-(-length // BLOCK) for length in weight.shape]
+    if scales.numel() != 1 and list(scales.shape) != blocks and only_scale(scales) is None:
+        return f"has scales {list(scales.shape)}, expected {blocks}, one for each block of {BLOCK} x {BLOCK}, or one for all"
+    return ""
+
+
+def why_not_finite(weight: torch.Tensor) -> str:
+    """Why numbers of a state dict are not taken, "" where they are: one infinity or NaN would spread to all that share its scale."""
+    known = is_plain(weight) and not weight.is_meta
+    return "is not finite, expected numbers without infinities and NaN" if known and not bool(weight.isfinite().all()) else ""
 
 
 def only_scale(scales: torch.Tensor) -> Optional[torch.Tensor]:
@@ -166,6 +196,9 @@ def only_scale(scales: torch.Tensor) -> Optional[torch.Tensor]:
 
 
 def dense_of_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers [out, in] fp32 that codes with a scale a block of BLOCK x BLOCK stand for. scales: [blocks of rows, of columns]."""
+    """The numbers [out, in] fp32 that codes with a scale a block of BLOCK x BLOCK stand for. scales: [blocks of rows, of columns], or one
+    for all blocks."""
     rows, columns = codes.shape
+    if scales.numel() == 1:
+        return codes.float() * scales.float()
     return codes.float() * scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

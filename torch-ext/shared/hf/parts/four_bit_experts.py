@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ...ops.four_bits import WHOLE, CodedExperts, blocks_of, dense_of_blocks
-from .eight_bit_linear import ReadOnly
+from .eight_bit_linear import ReadOnly, why_not_finite
 from .weights import is_plain
 
 __all__ = [
@@ -65,6 +65,11 @@ class FourBits(nn.Module):
     def nbytes(self) -> int:
         """Bytes beside the codes."""
         return sum(tensor.nbytes for tensor in self.beside().values())
+
+    def why_not_loaded(self, state: Dict[str, Any], name: str) -> str:
+        """Why what a state dict has of a weight is not taken, "" where it is."""
+        weight = state.get(name)
+        return why_not_finite(weight) if weight is not None and weight.is_floating_point() else ""
 
     def load(self, state: Dict[str, Any], name: str) -> Dict[str, Any]:
         """Takes what a state dict has of a weight out of it: numbers, which are rounded, or codes. Returns what the parametrization loads
@@ -133,14 +138,23 @@ class Nf4(FourBits):
     def beside(self):
         return {f".{name}": tensor for name, tensor in self.state.as_dict(packed=True).items()}
 
+    def why_not_loaded(self, state, name):
+        weight = state.get(name)
+        if weight is None or weight.is_floating_point() or any(key.startswith(f"{name}.") for key in state):
+            return super().why_not_loaded(state, name)
+        return f"is {weight.dtype} without its scales, such as {name}.absmax"
+
     def load(self, state, name):
         codes = state.pop(name, None)
         parts = {key[len(name) + 1 :]: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+        absmax = self.state.absmax
+        device = codes.device if absmax.is_meta and codes is not None else absmax.device  # `assign` takes codes where they are
         if codes is not None and codes.is_floating_point():
-            made, codes = self.made(codes)
+            made, codes = self.made(codes.to(device))
             self.state = made.state
         elif parts:
-            self.state = _functional().QuantState.from_dict(parts, device=self.state.absmax.device)
+            self.state = _functional().QuantState.from_dict(parts, device=device)
+        self.state.dtype = self.dense_dtype  # the model's, which a cast may have changed since the codes were saved
         return {"original": codes}
 
     def _apply(self, fn, recurse=True):
@@ -268,7 +282,10 @@ def _save(module, state, prefix, local_metadata) -> None:
             state.update({f"{prefix}{name}{suffix}": tensor for suffix, tensor in made.beside().items()})
 
 
-def _load(module, state, prefix, *others) -> None:
+def _load(module, state, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
     for name, _, made in held_in(module):
+        why = made.why_not_loaded(state, f"{prefix}{name}")
+        if why:
+            errors.append(f"{prefix}{name} {why}")
         found = made.load(state, f"{prefix}{name}")
         state.update({f"{prefix}{LISTS}.{name}.{key}": tensor for key, tensor in found.items() if tensor is not None})

@@ -91,6 +91,8 @@ class HostEmbedding(nn.Module):
             error_msgs.append(f"{prefix}weight is {describe(weight)}, expected {list(self.table.shape)}")
         else:
             self.table.copy_(weight.detach())
+            if self.home.is_meta and local_metadata.get("assign_to_params_buffers", False):  # no parameter is on meta any more
+                vars(self)["home"] = torch.empty((0,), dtype=self.home.dtype, device=weight.device)
 
 
 def host_embeddings(model: nn.Module) -> nn.Module:
@@ -110,6 +112,8 @@ def host_embeddings(model: nn.Module) -> nn.Module:
     weight = held(embedding, "weight")
     if not is_plain(weight):
         fail(f"{name}.weight", f"a {type(weight).__name__}", "an ordinary parameter, whole on its device")
+    if weight.is_meta:
+        fail(f"{name}.weight", "on the meta device", "a table with numbers: load the model first")
     if weight.requires_grad:
         advice = "a frozen one: call model.requires_grad_(False) first, or get_peft_model"
         fail(f"{name}.weight", "to be trained (requires_grad)", advice)
