@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers.distributed import DistributedConfig
 
+from tests.integrations.adapters import lora
 from tests.integrations.common import FACTOR, WAYS, batch, family_on, install
 from tests.integrations.parallel import assert_gradients, gradients_of, own_part, whole
-from tests.integrations.qwen3_moe import moe_on
+from tests.integrations.qwen3_moe import EXPERTS, moe_on
 from tests.integrations.ranks import Ranks
 from tests.integrations.sequence_parallel import package_of
 from tests.models import Step, tiny_gpt_oss
@@ -90,9 +91,9 @@ def check_expert_parallel(here, folder, checkpoint, family, how, plan):
         assert len(calls) == 2, "a layer's experts were not ours"
         assert_close(found, loss, torch.float32, "loss", FACTOR[here.device])
         assert_gradients(ours, gradients, here.device, 10)
-        reasons = [str(row.reason) for row in here.qwen3.explain(model).rows]
-        assert any("ep_size" in each and "Bastile's grouped products" in each for each in reasons), reasons
-        if plan != "rows":
+        if plan != "rows":  # of a layer that FSDP2 has sharded, explain sees shards
+            reasons = [str(row.reason) for row in here.qwen3.explain(model).rows]
+            assert any("ep_size" in each and "Bastile's grouped products" in each for each in reasons), reasons
             expected = Step(one_process(checkpoint, here.own_device), **inputs)
             assert_close(found, expected.loss, torch.float32, "loss of one process", 10 * FACTOR[here.device])
             assert_gradients(stepped(model, inputs, whole)[1], expected.gradients, here.device, 10)
@@ -100,8 +101,9 @@ def check_expert_parallel(here, folder, checkpoint, family, how, plan):
             here.qwen3.reset()
             calls.clear()
             again, of_transformers = stepped(model, inputs, own_part)
-            assert not calls and torch.equal(again, loss)
-            assert all(torch.equal(of_transformers[name], each) for name, each in gradients.items())
+            assert not calls
+            assert_close(again, loss, torch.float32, "loss after reset()", FACTOR[here.device])
+            assert_gradients(of_transformers, gradients, here.device, 10)
     finally:
         put_back()
 
@@ -125,6 +127,24 @@ def check_saved(here, folder, checkpoint, family, target):
     assert before.keys() == after.keys() and all(torch.equal(after[name], 2 * each) for name, each in before.items())
 
 
+def check_lora(here, checkpoint):
+    """On attention; on experts PEFT cannot add up an adapter and a weight of which a process has a part, and raises."""
+    inputs = batch(here.own_device, ROWS * here.world, LENGTH)
+
+    def step(how, **targets):
+        model = lora(loaded(checkpoint, "qwen3_moe", "dispatch", here.world), **targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return stepped(how(model), inputs, own_part)
+
+    loss, gradients = step(lambda model: model, target_modules=["q_proj", "v_proj"])
+    found, ours = step(here.qwen3.kernelize, target_modules=["q_proj", "v_proj"])
+    assert_close(found, loss, torch.float32, "loss", FACTOR[here.device])
+    assert_gradients(ours, gradients, here.device, 10)
+    with pytest.raises(RuntimeError, match="DTensor"):
+        step(here.qwen3.kernelize, target_modules=["q_proj"], target_parameters=EXPERTS)
+
+
 @pytest.fixture(scope="module", params=(2, 4))
 def spread(request, device_type, package_folder):
     """Processes that share the experts."""
@@ -146,7 +166,7 @@ def checkpoints(tmp_path_factory, device_type):
 FAMILIES = pytest.mark.parametrize("family", MODELS)
 
 
-@pytest.mark.integration("transformers: expert parallelism of Qwen3-MoE, Mixtral and GPT-OSS (ep_size), dispatched, masked and with FSDP2")
+@pytest.mark.integration("transformers: expert parallelism of Qwen3-MoE, Mixtral and GPT-OSS (ep_size)", on="cpu")
 @FAMILIES
 @pytest.mark.parametrize("plan", ("dispatch", "masked", "rows"))
 def test_expert_parallel(request, spread, checkpoints, family, plan):
@@ -161,3 +181,8 @@ def test_expert_parallel_in_any_order(ranks, package_folder, checkpoints, how):
 @FAMILIES
 def test_save_under_expert_parallelism(request, ranks, checkpoints, tmp_path, family):
     ranks.run(check_saved, request.getfixturevalue(MODELS[family][0]), checkpoints[family], family, str(tmp_path))
+
+
+def test_lora_under_expert_parallelism(ranks, checkpoints):
+    pytest.importorskip("peft")
+    ranks.run(check_lora, checkpoints["qwen3_moe"])
