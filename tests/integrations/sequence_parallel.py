@@ -411,7 +411,7 @@ def check_context_parallel(here):
                 assert model.model.config._attn_implementation == "sdpa"
                 rows = {row.part: row.reason for row in here.qwen3.explain(model).rows}
             assert len([each for each in said if "context_parallel spreads attention" in str(each.message)]) == 1
-            assert "context_parallel spreads attention" in rows["attention"]
+            assert "context_parallel spreads attention" in rows["attention"] and "sp_size" in rows["attention"]
             choice.choose_attention(model.model)
             assert model.model.config._attn_implementation == "bastile"
 

@@ -55,6 +55,11 @@ def gpt_oss_folder():
 
 
 @pytest.fixture(scope="session")
+def moe_folder():
+    return ROOT / "packages/moe"
+
+
+@pytest.fixture(scope="session")
 def qwen3_5_folder():
     return ROOT / "packages/qwen3_5"
 

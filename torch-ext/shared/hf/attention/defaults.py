@@ -18,9 +18,9 @@ from ..parts.lookups import original_forward_of
 from ..parts.modules import is_transformers_own
 
 __all__ = [
-    "ATTENTION", "EAGER", "MAKERS", "MASKING", "MODELING", "STORED", "are_defaults_own", "exchange_in", "exchange_of", "exchanges",
-    "give_exchange_back", "is_around_ours", "is_eager", "look_up", "mask_makers", "names_in_forward", "sdpa_of_transformers", "spread_by",
-    "why_not_own_defaults",
+    "ATTENTION", "EAGER", "MAKERS", "MASKING", "MODELING", "PARALLEL", "STORED", "are_defaults_own", "exchange_in", "exchange_of",
+    "exchanges", "give_exchange_back", "is_around_ours", "is_eager", "look_up", "mask_makers", "names_in_forward", "sdpa_of_transformers",
+    "spread_by", "why_not_own_defaults",
 ]  # fmt: skip
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'

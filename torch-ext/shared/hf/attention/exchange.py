@@ -17,6 +17,7 @@ from .defaults import (
     ATTENTION,
     MASKING,
     MODELING,
+    PARALLEL,
     STORED,
     exchange_in,
     exchange_of,
@@ -31,6 +32,7 @@ from .row_documents import spans_in_bounds
 
 __all__ = ["attend_in_whole_rows", "warn_of_graphs", "why_left", "why_spread"]
 
+CURE = "Packed documents see each other there; with DeepSpeed's Ulysses (sp_size) instead, attention of ours keeps them apart"
 PADDING = -1  # the position that says so of a token
 
 
@@ -38,7 +40,9 @@ def why_spread(config) -> str:
     """Why a decoder's attention is not ours because its rows are spread over processes; "" where they are not, or ours runs there."""
     by = spread_by(config)
     if by:
-        return f"{by} spreads attention over processes, and attention of ours would see one process's tokens alone"
+        said = f"{by} spreads attention over processes, and attention of ours would see one process's tokens alone"
+        rings = by == PARALLEL["torch.distributed."]
+        return f"{said}. {CURE}" if rings else said
     others = () if exchange_of(config) is None else sorted(map(str, kinds_of_layers(config) - WINDOWS.keys()))
     said = f"DeepSpeed's Ulysses spreads attention over processes, and layers of kind {', '.join(others)} would see one's tokens alone"
     return said if others else ""

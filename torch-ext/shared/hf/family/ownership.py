@@ -37,6 +37,7 @@ WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrap
 
 SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves
 WRAPPERS = ("peft.", "torch.distributed.", "torch._dynamo.")  # whose modules call the one inside them with what they are called with
+PLANS = "transformers.distributed."  # how the modules begin whose functions a plan of transformers' puts around forwards
 HOOKS = (FSDP, "torch.distributed._composable", "deepspeed.", "peft.")  # whose hooks leave what is no tensor as it is
 _handing_on: set = set()  # what `hands_on` found to do so: (class, function)
 
@@ -166,7 +167,9 @@ def other_owner(module):
     cls = defines_forward(type(module))
     if function is None or function in (current(cls, "forward"), vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
         return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else class_owner(cls)
-    return "" if calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
+    if calls_ours(function) or _cell_in_plan(module) is not None:
+        return ""
+    return getattr(function, "__globals__", {}).get("__name__") or repr(function)
 
 
 def runs_ours(module) -> bool:
@@ -187,8 +190,35 @@ def warn_of_others(modules, stacklevel):
         warnings.warn(f"{what}. {CALL_BEFORE}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
+def _cell_in_plan(module):
+    """Where expert parallelism of transformers', whose exchanges stand in front of a module of experts, keeps the forward that it calls
+    between them: the class's own or ours. None for any other module, and where that forward is another one."""
+    state, cls = vars(module), type(module)
+    around = state.get(slot_of(module))
+    if not state.get("_is_expert_parallel") or type(around) is not FunctionType or not around.__module__.startswith(PLANS):
+        return None
+    called = [cell for cell in around.__closure__ or () if getattr(cell.cell_contents, "__self__", None) is module]
+    if len(called) != 1:
+        return None
+    function, owner = _function(called[0].cell_contents), defines_forward(cls)
+    return called[0] if is_marked(function) or inside(function) in (current(owner, "forward"), original(owner, "forward")) else None
+
+
+def _between_exchanges(module, bound):
+    """A copy of what a plan put around the forward of a module of experts, around another forward; that one where there is no plan."""
+    cell = _cell_in_plan(module)
+    if cell is None:
+        return bound
+    around = vars(module)[slot_of(module)]
+    cells = tuple(CellType(bound) if each is cell else each for each in around.__closure__)
+    copy = FunctionType(around.__code__, around.__globals__, around.__name__, around.__defaults__, cells)
+    copy.__kwdefaults__, copy.__module__, copy.__qualname__ = around.__kwdefaults__, around.__module__, around.__qualname__
+    setattr(copy, LAYER, copy)
+    return copy
+
+
 def bind(module, function):
-    """Gives one module a forward of ours, in front of its class's."""
+    """Gives one module a forward of ours, in front of its class's, and between the exchanges of expert parallelism."""
     state, slot = vars(module), slot_of(module)
     previous = state.get(slot)
     state.pop(OFF, None)
@@ -196,7 +226,7 @@ def bind(module, function):
         return  # what is wrapped is ours already
     if not is_ours(previous):
         state.setdefault(SAVED + "replaced", (slot, previous))
-    state[slot] = BoundForward(function, module)
+    state[slot] = _between_exchanges(module, BoundForward(function, module))
 
 
 def unbind(module):

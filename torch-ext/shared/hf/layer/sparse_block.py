@@ -13,6 +13,7 @@ from ...ops.four_bits import CodedExperts
 from ...runtime.device import PLAIN
 from ..family.experts import experts_or_reason, is_default
 from ..family.families import Scored, Sparse
+from ..family.ownership import runs_ours
 from ..parts.adapters import expert_adapters_or_reason, inside_wrappers, projection_or_reason, router_weight_or_reason
 from ..parts.explanation import Reason
 from ..parts.facts import follow
@@ -42,14 +43,16 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     as the modules that they are."""
     parts = block.__dict__["_modules"]
     router, experts = inside_wrappers(parts[sparse.router]), inside_wrappers(parts["experts"])
+    if getattr(experts, "_is_expert_parallel", False):
+        ours = not torch.compiler.is_compiling() and runs_ours(experts)
+        what = "Bastile's grouped products run between transformers' exchanges" if ours else "they are transformers' own"
+        return Reason("called", f"experts are spread over processes (ep_size): {what}")
     if not all(map(own.run_by, (router, *router.__dict__["_modules"].values()))):
         return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
     if not is_marked(own_forward(experts)):
         return Reason("hooks", "experts have hooks, or a replaced forward")
     if not is_default(experts):
         return Reason("called", "set_experts_implementation() chose another implementation of experts")
-    if getattr(experts, "_is_expert_parallel", False):
-        return Reason("called", "experts are spread over processes")
     found = experts_or_reason(experts)
     if isinstance(found, Reason):
         return found

@@ -1,0 +1,3 @@
+"""Experts over two and four GPUs, with NCCL."""
+
+from tests.integrations.expert_parallel import *  # noqa: F403
