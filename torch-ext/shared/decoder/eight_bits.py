@@ -129,7 +129,7 @@ def _multiplied(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale
 def _write_rows(weight: Weight, out: Quantised) -> None:
     """A weight with a scale a row, in `out`; of one that is in codes, the bytes are copied."""
     if isinstance(weight, EightBitWeight):
-        out.codes.view(torch.uint8).copy_(weight.codes.view(torch.uint8))
+        out.codes.copy_(weight.codes)
         out.scales.copy_(weight.scale)
     else:
         quantise_rows(weight, out)

@@ -17,7 +17,7 @@ from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .eight_bits import groups_in_eight
 from .graph import InGraph, in_graph_of
-from .projection import SIZE, CodedWeight, NodeLayout, Projection, by_projection, layout_of
+from .projection import SIZE, CodedWeight, EightBitWeight, NodeLayout, Projection, by_projection, layout_of
 
 __all__ = ["Given", "Gradients", "Node"]
 
@@ -84,10 +84,13 @@ class Form:
 
     tensors: how many of the node's named tuple are present. packed: whether `NodeLayout.whole_of` may find neighbours that the node reads.
     saved, started: the shapes of what the node's functions return, and count: of the results, known once they have run. order: in a graph,
-    the place of each of `saved` among the operator's results, -1 for None. needs: what `needed` returned before.
+    the place of each of `saved` among the operator's results, -1 for None. needs: what `needed` returned before. coded: where a
+    `CodedWeight` is among what is present.
     """
 
-    __slots__ = ("count", "dropped", "in_graph", "kind", "layout", "needs", "order", "packed", "places", "saved", "started", "tensors")
+    __slots__ = (
+        "coded", "count", "dropped", "in_graph", "kind", "layout", "needs", "order", "packed", "places", "saved", "started", "tensors",
+    )  # fmt: skip
 
     def __init__(self, layout: NodeLayout, tensors, dropped: Sequence[str], packs: bool, in_graph: bool):
         self.packed, self.count, self.in_graph = packs and bool(layout.neighbours), 0, in_graph
@@ -95,6 +98,7 @@ class Form:
         self.layout, self.kind = layout, type(tensors)
         self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self.tensors = len(self.places)
+        self.coded = [self.tensors + place for place in layout.coded]
         self.dropped = [self.places.index(self.kind._fields.index(name)) for name in dropped]
         self.saved: Any = None
         self.started: Any = None
@@ -127,11 +131,35 @@ class Form:
         return [*[gradients.tensors[place] for place in self.places], *self.layout.present(gradients.parts)]
 
     def kept(self, present: Sequence) -> Sequence:
-        """Returns what autograd keeps: None for what the backward pass does not read, and for a `CodedWeight`, which is in its
-        `Group`."""
-        if self.layout.replayable and not self.dropped:
+        """Returns what autograd keeps: None for what the backward pass does not read, and for a `CodedWeight`."""
+        if not self.dropped and not self.coded:
             return present
         return [None if i in self.dropped or isinstance(one, CodedWeight) else one for i, one in enumerate(present)]
+
+    def with_coded(self, kept: Sequence, coded: Sequence[CodedWeight]) -> Sequence:
+        """Returns what is kept, with the `CodedWeight`s in their places."""
+        if not coded:
+            return kept
+        found = list(kept)
+        for place, weight in zip(self.coded, coded):
+            found[place] = weight
+        return found
+
+    def in_tensors(self, present: Sequence) -> Sequence:
+        """Returns what is present, and what else follows it, as a replayed call takes it: codes, with their scales at the end.
+        `in_weights` undoes that."""
+        if not self.coded or not self.layout.replayable:
+            return present
+        found, weights = list(present), [present[place] for place in self.coded]
+        for place, weight in zip(self.coded, weights):
+            found[place] = weight.codes
+        return found + [weight.scale for weight in weights]
+
+    def in_weights(self, tensors: Sequence) -> Sequence:
+        if not self.coded or not self.layout.replayable:
+            return tensors
+        count = len(tensors) - len(self.coded)
+        return self.with_coded(tensors[:count], [EightBitWeight(tensors[i], scale) for i, scale in zip(self.coded, tensors[count:])])
 
 
 IDENTITIES.add(Form)
@@ -219,9 +247,10 @@ class Node:
 
 
 def _run(node: Node, *args) -> list:
-    """Returns the results, or what `start` returns, and what is saved. args: what is present; whole, sizes, whether to finish, form."""
+    """Returns the results, or what `start` returns, and what is saved. args: what is present, as of `Form.in_tensors`; whole, sizes,
+    whether to finish, form."""
     *present, whole, sizes, finish, form = args
-    given, layout = form.given(present, sizes, whole), form.layout
+    given, layout = form.given(form.in_weights(present), sizes, whole), form.layout
     if not form.in_graph:
         projections = [Projection(*each) for each in by_projection(given.parts)]
         node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
@@ -248,16 +277,16 @@ def _once_each(form: Form, found: Sequence[Optional[torch.Tensor]]) -> List[torc
 
 
 def _gradients(node: Node, *args, spent: bool = False) -> list:
-    """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, needs (of what is
-    present), form. spent: whether an earlier backward pass has written over what the node spends."""
+    """Returns the gradients of what is present. args: the gradients of the results; what is present and saved, as of `Form.in_tensors`;
+    whole, needs (of what is present), form. spent: whether an earlier backward pass has written over what the node spends."""
     *values, whole, needs, form = args
-    first = form.count + node.passes_on
-    last = first + len(needs)
-    saved = filled(form.saved, values[last:])
+    first, count = form.count + node.passes_on, len(needs)
+    grads, kept = values[:first], form.in_weights(values[first:])
+    saved = filled(form.saved, kept[count:])
     if node.spends and (spent or form.in_graph):  # an operator writes to none of its arguments
         spare = {name: None if spent else getattr(saved, name) for name in node.spends}
         saved = saved._replace(**{name: None if tensor is None else tensor.clone() for name, tensor in spare.items()})
-    found = form.present(node.backward(form.given(values[first:last], (), whole), values[:first], saved, form.needed(needs)))
+    found = form.present(node.backward(form.given(kept[:count], (), whole), grads, saved, form.needed(needs)))
     return [grad.contiguous() for grad in found if grad is not None] if form.in_graph else found
 
 
@@ -267,10 +296,10 @@ def _function(name: str, node: Node):
     def forward(ctx, rest: Rest, form: Form, sizes: Tuple[int, ...], *present):
         """rest: as of `apply_in_parts`."""
         run, whole = node.run_again if form.layout.replayable else node.run, form.whole_of(present) if form.packed else None
-        found = run(*present, whole, sizes, rest is None, form)
+        found = run(*form.in_tensors(present), whole, sizes, rest is None, form)
         first = form.count if rest is None else count_of(form.started)
         ctx.save_for_backward(*form.kept(present), *found[first:])
-        ctx.form, ctx.spent = form, False
+        ctx.form, ctx.spent, ctx.coded = form, False, [present[place] for place in form.coded]
         if rest is not None:
             return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
         if node.passes_on:
@@ -284,7 +313,7 @@ def _function(name: str, node: Node):
         if node.spends:
             run, ctx.spent = partial(run, spent=True) if ctx.spent else run, True
         whole = form.whole_of(saved) if form.packed else None
-        return (None, None, None, *run(*grads, *saved, whole, needs, form))
+        return (None, None, None, *run(*grads, *form.in_tensors(form.with_coded(saved, ctx.coded)), whole, needs, form))
 
     backward.__module__, backward.__qualname__ = node.backward.__module__, f"{name}.backward"
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}

@@ -24,7 +24,7 @@ FP32 = torch.float32
 
 
 class CodedWeight:
-    """A frozen weight [out, in] that is kept in fewer bits than it is multiplied in, and is no tensor to a node: its `Group` holds it."""
+    """A frozen weight [out, in] that is kept in fewer bits than it is multiplied in, and is no tensor to autograd, which saves none."""
 
     __slots__ = ()
     requires_grad = False
@@ -45,7 +45,7 @@ class EightBitWeight(CodedWeight):
     scale: torch.Tensor
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor):
-        self.codes, self.scale = codes.detach().view(E4M3), scale
+        self.codes, self.scale = codes if codes.dtype == E4M3 else codes.view(E4M3), scale
 
     @property
     def shape(self) -> torch.Size:
@@ -60,7 +60,8 @@ class EightBitWeight(CodedWeight):
 
     def in_rows(self) -> Quantised:
         """The codes with a scale a row."""
-        return Quantised(self.codes, self.scale.repeat(self.codes.shape[0]))
+        scales = torch.empty((self.codes.shape[0],), dtype=FP32, device=self.scale.device)
+        return Quantised(self.codes, scales.copy_(self.scale))
 
 
 @final
@@ -103,9 +104,9 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The tensors of a projection, or their gradients. A `CodedWeight` is in its `Group` and not read here."""
+    """The tensors of a projection, or their gradients. A weight may be a `CodedWeight`."""
 
-    weight: Optional[torch.Tensor] = None
+    weight: Any = None
     bias: Optional[torch.Tensor] = None
     a: Optional[torch.Tensor] = None
     b: Optional[torch.Tensor] = None
@@ -231,7 +232,7 @@ class Group:
         self.dtype, self.eight = dtype, eight
         self.tensors = SIZE * len(projections)
         self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
-        self.coded = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, CodedWeight)}
+        self.coded = any(isinstance(projection.weight, CodedWeight) for projection in projections)
         self.dtypes = [PartDtypes._make([getattr(part, "dtype", None) for part in projection[:SIZE]]) for projection in projections]
         self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
         start = 0
@@ -247,14 +248,14 @@ class Group:
         rounded = any(of.weight not in (None, dtype) for of in self.dtypes)
         self.rounds_weights = rounded and not self.coded  # all of them into one matrix
         self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
-        self.replayable = not self.drops and not self.coded
+        self.replayable = not self.drops and not any(isinstance(projection.weight, FourBitWeight) for projection in projections)
 
 
 class NodeLayout:
     """All of a node but its tensors: its description, and projections by what they read. There is one object for each combination, unless
     `replayable` is False: then what the node computes does not follow from its tensors alone."""
 
-    __slots__ = ("count", "dtype", "forms", "groups", "neighbours", "places", "replayable", "spec")
+    __slots__ = ("coded", "count", "dtype", "forms", "groups", "neighbours", "places", "replayable", "spec")
     spec: Any  # the description of its node: `Inputs`, `Outputs` or the sparse half's
 
     def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Sequence[int] = ()):
@@ -267,6 +268,7 @@ class NodeLayout:
         self.count = len(parts)
         # An autograd function gets the tensors that are not None: of twenty arguments sixteen would be.
         self.places = [i for i, part in enumerate(parts) if part is not None]
+        self.coded = [i for i, place in enumerate(self.places) if isinstance(parts[place], CodedWeight)]  # among those
         inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
         start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
         several = inner is not None and len(inner.rows) > 1 and not inner.coded
@@ -310,24 +312,25 @@ _layouts: dict = {}
 
 
 def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype, eights: Tuple[int, ...] = ()) -> NodeLayout:
-    """Returns the `NodeLayout` of a node: a new one each time for projections that draw random numbers, or have a `CodedWeight`, and for a
-    description with experts in codes, which a table would keep."""
+    """Returns the `NodeLayout` of a node: a new one each time for projections that draw random numbers, or whose weight another library
+    makes, and for a description with experts in codes, which a table would keep."""
     key: list = [spec, dtype, *map(len, groups), *([eights] if eights else [])]
     replayable = is_replayable(spec) and not any(getattr(spec, "coded", ()))
     for group in groups:
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
-            if probability or isinstance(weight, CodedWeight):
+            if probability or isinstance(weight, FourBitWeight):
                 replayable = False
                 break
             of_bias = None if bias is None else bias.dtype
+            stored = weight.dtype if isinstance(weight, torch.Tensor) else type(weight)
             if a is None and b is None and adapter_bias is None:
-                key.append((weight.dtype, weight.shape, of_bias))
+                key.append((stored, weight.shape, of_bias))
             elif a is None or b is None:
-                key.append((weight.dtype, weight.shape, of_bias, a is None, b is None, adapter_bias is None))
+                key.append((stored, weight.shape, of_bias, a is None, b is None, adapter_bias is None))
             else:
                 of_adapter = None if adapter_bias is None else adapter_bias.dtype
                 number = scaling or str(scaling)  # 0.0 and -0.0 are equal
-                key.append((weight.dtype, weight.shape, of_bias, a.dtype, a.shape, b.dtype, of_adapter, number))
+                key.append((stored, weight.shape, of_bias, a.dtype, a.shape, b.dtype, of_adapter, number))
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:

@@ -18,7 +18,7 @@ from ..ops.quantised import Operand
 from ..ops.second_run import are_watched
 from .eight_bits import EightBits
 from .norms import add_norm_backward, normed_again
-from .projection import FP32, Group, PartNeeds, Parts, in_parts
+from .projection import FP32, CodedWeight, Group, PartNeeds, Parts, in_parts
 from .spec import Norm
 
 __all__ = ["Copies", "NormedInput", "Projections", "all_made", "normed_input_backward", "of_second_half", "of_second_half_loaded"]
@@ -105,11 +105,12 @@ class Projections:
         if group.rounds_weights and self.whole is not None:
             self.weights = list(self.whole.split(group.rows))
         else:
-            weights: list = [parts.weight for parts in self.parts]
-            self.weights = [None if i in group.coded else weight.to(group.dtype) for i, weight in enumerate(weights)]
+            weights = [parts.weight for parts in self.parts]
+            self.weights = [None if isinstance(weight, CodedWeight) else weight.to(group.dtype) for weight in weights]
         self.eight = None
         if group.eight:
-            self.eight = EightBits(group, [group.coded.get(i, weight) for i, weight in enumerate(self.weights)], self.whole)
+            weights = [parts.weight if weight is None else weight for parts, weight in zip(self.parts, self.weights)]
+            self.eight = EightBits(group, weights, self.whole)
 
     def _round_adapters(self, copies: Copies) -> None:
         """Sets `a`, all rows of the adapters' a in one matrix, and each b, in the dtype of the products once the copies are made."""
@@ -159,8 +160,8 @@ class Projections:
         return new, list(left)
 
     def _weight(self, i: int) -> torch.Tensor:
-        group = self.group
-        return group.coded[i].dense(group.dtype) if i in group.coded else self.weights[i]
+        weight = self.weights[i]
+        return self.parts[i].weight.dense(self.group.dtype) if weight is None else weight
 
     def forward(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
         """What each projection makes of x [tokens, in]: [tokens, out].

@@ -68,6 +68,7 @@ COMPUTATIONS: Dict[Any, Callable] = {
     _aten.add.out: torch.add,
     _aten.add_.Tensor: torch.Tensor.add_,
     _aten.mul.Tensor: torch.mul,
+    _aten.mul_.Tensor: torch.Tensor.mul_,
     _aten.sum.dim_IntList: torch.sum,
     _aten.amax.default: torch.amax,
     _aten._scaled_mm.default: torch._scaled_mm,

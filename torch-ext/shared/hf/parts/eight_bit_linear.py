@@ -98,7 +98,7 @@ class EightBitLinear(nn.Linear):
         self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
     def in_codes(self) -> EightBitWeight:
-        return EightBitWeight(self.codes, self.scale_bits.view(torch.float32))
+        return EightBitWeight(self.codes.detach(), self.scale_bits.view(torch.float32))
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
