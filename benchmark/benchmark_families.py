@@ -42,7 +42,7 @@ class Case(NamedTuple):
 PEERS = ("--providers", "huggingface,liger,bastile")
 CASES = {
     "gemma_4": Case(("--model", "gemma_4_e2b", "--lora", "16", *PEERS), "gemma_4_step_lora_16", 110),
-    "mixtral": Case(("--model", "mixtral_8x7b", "--providers", "huggingface,liger,bastile,bastile_adamw"), "mixtral_step", 500),
+    "mixtral": Case(("--model", "mixtral_8x7b", "--providers", "huggingface,liger,bastile,bastile_adamw"), "mixtral_step", 430),
     "glm": Case(("--model", "glm_4.5_air", "--providers", "huggingface,bastile,bastile_adamw"), "glm_step", 80),
     "qwen3_vl": Case(("--model", "qwen3_vl_8b", "--layers", "12", "--lora", "16", *PEERS), "dense_step_lora_16", 75),
 }
