@@ -146,8 +146,7 @@ class Form:
         return found
 
     def in_tensors(self, present: Sequence) -> Sequence:
-        """Returns what is present, and what else follows it, as a replayed call takes it: codes, with their scales at the end.
-        `in_weights` undoes that."""
+        """Returns what is present, and what follows it, as a replayed call takes it: codes in place of weights, and their scales last."""
         if not self.coded or not self.layout.replayable:
             return present
         found, weights = list(present), [present[place] for place in self.coded]
@@ -156,6 +155,7 @@ class Form:
         return found + [weight.scale for weight in weights]
 
     def in_weights(self, tensors: Sequence) -> Sequence:
+        """Returns what `in_tensors` was given."""
         if not self.coded or not self.layout.replayable:
             return tensors
         count = len(tensors) - len(self.coded)
