@@ -78,10 +78,15 @@ def copy_with(original, replaced):
     else:
         copied = copy_with(inner, replaced)
         closure = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in closure)
-    copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, closure)
-    copy.__kwdefaults__ = original.__kwdefaults__
-    copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
+    copy = _copied(original, names, closure)
     describe(copy, original)
+    return copy
+
+
+def _copied(function, names, closure):
+    """A copy of a function with other global names and another closure, marked as ours."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__, copy.__module__, copy.__qualname__ = function.__kwdefaults__, function.__module__, function.__qualname__
     setattr(copy, LAYER, copy)
     return copy
 
@@ -210,11 +215,7 @@ def _between_exchanges(module, bound):
     if cell is None:
         return bound
     around = vars(module)[slot_of(module)]
-    cells = tuple(CellType(bound) if each is cell else each for each in around.__closure__)
-    copy = FunctionType(around.__code__, around.__globals__, around.__name__, around.__defaults__, cells)
-    copy.__kwdefaults__, copy.__module__, copy.__qualname__ = around.__kwdefaults__, around.__module__, around.__qualname__
-    setattr(copy, LAYER, copy)
-    return copy
+    return _copied(around, around.__globals__, tuple(CellType(bound) if each is cell else each for each in around.__closure__))
 
 
 def bind(module, function):

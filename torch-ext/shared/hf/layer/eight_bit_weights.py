@@ -11,7 +11,7 @@ from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import give_back, held_in
-from ..parts.weights import held, why_not_plain
+from ..parts.weights import held, need_frozen, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
 
@@ -72,11 +72,7 @@ def _found(name: str, layer) -> FrozenLinear:
         if reason is not None:
             fail(name, f"no plain torch.nn.Linear ({reason.text})", "one, in 16 or 32 bits, whole on its device and without hooks")
         found = FrozenLinear(layer, weight.detach, weight.dtype)
-    if weight.requires_grad:
-        advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
-        fail(f"{name}.weight", "to be trained (requires_grad)", advice)
-    if weight.is_meta:
-        fail(f"{name}.weight", "on the meta device", "numbers: load the model first")
+    need_frozen(f"{name}.weight", weight)
     if not bool(found.numbers().isfinite().all()):
         fail(f"{name}.weight", "not finite", "numbers without infinities and NaN")
     return found

@@ -11,7 +11,7 @@ from ..family.experts import WEIGHTS, experts_gate
 from ..parts.adapters import inside_wrappers
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import KINDS, held_in, is_of_bitsandbytes, take, take_from_bitsandbytes
-from ..parts.weights import held, is_plain
+from ..parts.weights import held, is_plain, need_frozen
 from .decoder_layer import FusedLayer
 from .eight_bit_weights import CONFIG, Layers, configs_of, save_as_they_are
 from .sparse_block import is_sparse
@@ -54,11 +54,7 @@ def _found(prefix: str, module, kind: str) -> List[ExpertWeight]:
         weight: Any = held(module, name)
         if not is_plain(weight) or weight.dim() != 3 or weight.dtype not in DTYPES:
             fail(f"{prefix}.{name}", f"a {type(weight).__name__}", "an ordinary parameter [experts, rows, columns] in 16 or 32 bits")
-        if weight.requires_grad:
-            advice = "frozen weights: call model.requires_grad_(False) first, or get_peft_model"
-            fail(f"{prefix}.{name}", "to be trained (requires_grad)", advice)
-        if weight.is_meta:
-            fail(f"{prefix}.{name}", "on the meta device", "numbers: load the model first")
+        need_frozen(f"{prefix}.{name}", weight)
         length = weight.shape[1 if transposed else 2]
         if kind == "mxfp4" and length % BLOCK:
             fail(f"{prefix}.{name}", f"one of {length} numbers a sum", f"a multiple of {BLOCK} of them, or kind='nf4'")

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ops.arguments import describe, fail
 from .explanation import Reason
-from .weights import held, is_plain
+from .weights import held, is_plain, need_frozen
 
 __all__ = ["HostEmbedding", "explain_embeddings", "host_embeddings"]
 
@@ -112,11 +112,7 @@ def host_embeddings(model: nn.Module) -> nn.Module:
     weight = held(embedding, "weight")
     if not is_plain(weight):
         fail(f"{name}.weight", f"a {type(weight).__name__}", "an ordinary parameter, whole on its device")
-    if weight.is_meta:
-        fail(f"{name}.weight", "on the meta device", "a table with numbers: load the model first")
-    if weight.requires_grad:
-        advice = "a frozen one: call model.requires_grad_(False) first, or get_peft_model"
-        fail(f"{name}.weight", "to be trained (requires_grad)", advice)
+    need_frozen(f"{name}.weight", weight, "a frozen one", "a table with numbers")
     others = [other for other, each in model.named_parameters(remove_duplicate=False) if each is weight and other != f"{name}.weight"]
     if others:
         fail(f"{name}.weight", f"tied to {others[0]}, which is read whole in every step", "an embedding of its own")

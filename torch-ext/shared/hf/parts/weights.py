@@ -6,14 +6,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...ops.arguments import fail
 from ...runtime.device import PLAIN
 from .explanation import Reason
 from .lookups import replaced_below
 from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
 
 __all__ = [
-    "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "plain_weight", "rows_of", "sharded_weight", "weight_of",
-    "weight_within", "why_not_plain",
+    "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "need_frozen", "plain_weight", "rows_of", "sharded_weight",
+    "weight_of", "weight_within", "why_not_plain",
 ]  # fmt: skip
 
 _linear = torch._C._nn.linear  # whatever stood for it before this file was read
@@ -35,6 +36,14 @@ def held(module, name: str):
     state = module.__dict__
     found = state.get(name)
     return state["_parameters"].get(name) if found is None else found  # under ZeRO-3, only an index gathers what is asked for
+
+
+def need_frozen(name: str, weight: torch.Tensor, frozen: str = "frozen weights", numbers: str = "numbers") -> None:
+    """Raises ValueError for a weight that is to be trained, or that has no numbers yet. frozen, numbers: what is expected, in words."""
+    if weight.requires_grad:
+        fail(name, "to be trained (requires_grad)", f"{frozen}: call model.requires_grad_(False) first, or get_peft_model")
+    if weight.is_meta:
+        fail(name, "on the meta device", f"{numbers}: load the model first")
 
 
 def eps_of(norm) -> Optional[float]:
