@@ -166,7 +166,7 @@ def checkpoints(tmp_path_factory, device_type):
 FAMILIES = pytest.mark.parametrize("family", MODELS)
 
 
-@pytest.mark.integration("transformers: expert parallelism of Qwen3-MoE, Mixtral and GPT-OSS (ep_size)", on="cpu")
+@pytest.mark.integration("transformers: expert parallelism of Qwen3-MoE, Mixtral and GPT-OSS (ep_size)")
 @FAMILIES
 @pytest.mark.parametrize("plan", ("dispatch", "masked", "rows"))
 def test_expert_parallel(request, spread, checkpoints, family, plan):

@@ -7,6 +7,7 @@ import torch
 
 from tests.integrations.common import batch, install, model_on
 from tests.integrations.parallel import LENGTH, ROWS, gradients_of, rows_of, shard
+from tests.versions import TORCH
 
 BF16 = torch.bfloat16
 CODES = "codes"
@@ -60,8 +61,11 @@ def check_eight_bits(here, kind, adapted):
 
 
 @pytest.mark.integration("DDP: products in eight bits, whole models and LoRA", "FSDP2: products in eight bits, whole models and LoRA",
-                         "DDP: LoRA over weights in eight bits", "FSDP2: LoRA over weights in eight bits")  # fmt: skip
+                         "DDP: LoRA over weights in eight bits")  # fmt: skip
+@pytest.mark.integration("FSDP2: LoRA over weights in eight bits", on="cpu")  # where torch is newer than on the GPUs that ran this
 @pytest.mark.parametrize("adapted", [False, True, CODES], ids=["full", "LoRA", "LoRA over weights in eight bits"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_eight_bits_in_parallel(ranks, kind, adapted):
+    if kind == "FSDP2" and adapted == CODES and TORCH < (2, 13):
+        pytest.skip("its fully_shard takes no parameters of integers (pytorch/pytorch#177844)")
     ranks.run(check_eight_bits, kind, adapted)
