@@ -1,11 +1,13 @@
 """Made-up results, and fixtures, for the tests of the benchmark."""
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmark import families, providers, records, steps
+from benchmark import benchmark_trainers, families, providers, records, routing, stepping, steps
 
 GPU = "NVIDIA H200"
 
@@ -26,6 +28,50 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+class InThisProcess:
+    """Does and reports what a group of processes would, by its command line."""
+
+    found: list = []
+
+    def __init__(self, script, arguments, gpus, fresh):
+        [self.module] = [module for module in (steps, benchmark_trainers) if Path(script) == Path(module.__file__)]
+        assert gpus == 1
+        self.arguments = arguments
+
+    def reports(self, deadline):
+        provider, model = (self.arguments[self.arguments.index(name) + 1] for name in ("--child", "--model"))
+        self.found.clear()
+        try:
+            self.module.main(self.arguments)
+        finally:
+            if providers.is_ours(provider):
+                families.package(families.family_of(model).package).reset()
+        yield from map(json.loads, self.found)
+
+    def end(self):
+        pass
+
+
+@pytest.fixture(name="in_this_process")
+def in_this_process_fixture(monkeypatch):
+    """Starting a process and importing everything anew takes far longer than the steps of a tiny model."""
+    monkeypatch.setattr(steps, "Group", InThisProcess)
+    monkeypatch.setattr(stepping, "emit", lambda kind, **content: InThisProcess.found.append(json.dumps({"kind": kind, **content})))
+
+
+def step_of(provider, model, **changes):
+    """What a measuring process was told on its command line: one row of a small model."""
+    given = {"layers": 1, "device": "cpu", "documents": 1, "rows": 1, "padding": 0.0, "lora": 0, "autocast": False, "weights": "bf16",
+             "checkpointing": False, "routing": routing.UNIFORM}  # fmt: skip
+    return argparse.Namespace(child=provider, model=model, **given | changes)
+
+
+def losses_agree(found, tokens=16) -> bool:
+    """Tells whether our steps have the losses of transformers', of the same weights. found: what a benchmark returned."""
+    theirs, ours = (found.steps[provider, tokens] for provider in ("huggingface", "bastile"))
+    return not ours.error and ours.losses == pytest.approx(theirs.losses, rel=2e-3)
 
 
 def row(kernel="rms_norm", provider="bastile", mode="forward", metric="speed", x=8192, y=36.0, **config):
@@ -86,4 +132,5 @@ def made_up_rows_of_gpt_oss():
     return rows
 
 
+STEPS = ["--device", "cpu", "--model", "tiny", "--tokens", "8,16", "--warmup", "1", "--steps", "2"]
 TINY = ["--device", "cpu", "--model", "tiny", "--tokens", "16", "--ms", "1", "--rounds", "1", "--no-compile"]

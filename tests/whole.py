@@ -343,8 +343,8 @@ GROUPS = (
             "test_benchmark_declarations.py": "a_new_operation_is_one_file",
             "test_benchmark_kernels_cli.py": "kernels_benchmark_runs_every_file_of_a_snapshot",
             "test_benchmark_runs.py": "the_hosts_time the_step_of_the_optimizer",
-            "test_benchmark_steps.py": "a_deep_model_uses_all_experts "
-            "nothing_that_is_imported_before_the_fork_starts_cuda_or_chooses_for_all",
+            "test_benchmark_models.py": "a_deep_model_uses_all_experts",
+            "test_benchmark_processes.py": "nothing_that_is_imported_before_the_fork_starts_cuda_or_chooses_for_all",
             "publishing/test_kernels_command.py": "kernels_benchmark_runs_what_is_published",
         },
     ),
