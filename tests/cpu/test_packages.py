@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, write_no_kernels
-from tests.cpu.test_readme import blocks
+from tests.documents import blocks
 from tests.fake_driver import flip_a_bit
 from tools import assemble, publish
 from tools.card import IMAGE, card_values, fill_card, render_card

@@ -1,12 +1,10 @@
-"""Every block and command of README.md, docs/*.md and CARD.md runs, and what they say of names, GPUs and versions is so.
+"""Every block and command of README.md, docs/*.md and CARD.md runs.
 
 Python blocks run on the CPU, each in a process of its own, with the real clients against a local Hub. A tiny checkpoint stands where
 a block says Qwen/Qwen3-8B. Of commands that would build or measure for minutes it is checked that they exist with the flags shown.
 """
 
-import ast
 import contextlib
-import inspect
 import json
 import os
 import re
@@ -15,75 +13,25 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from benchmark import tables
-from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, made_once, write_no_kernels
+from tests.documents import CARD, INTEGRATIONS, MAKE, MODULES, NOTEBOOK, PAGES, PYTHON, README, ROOT, SOURCES, blocks, cells
 from tests.integrations.trainers import tokenizer
-from tests.patched import calls_of
 from tests.versions import needs_decorators
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
 from tools.hub import HubServer
-from tools.kernel_package import layer_names, public_names, read_package
+from tools.kernel_package import layer_names, read_package
 from tools.publish import publish
 from tools.targets import TARGETS
 
-CARD = (ROOT / "CARD.md").read_text()
-# The README and what it leads to: what is said is said in one of them.
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-README, ALL_PAGES = PAGES["README.md"], "\n".join(PAGES.values())
-DOCUMENTS = PAGES | {"CARD.md": CARD}
-INTEGRATIONS = "docs/integrations.md"
-MAKEFILE = (ROOT / "Makefile").read_text()
 CHECKPOINT = "Qwen/Qwen3-8B"
 GPU_ONLY = "if torch.cuda.is_available():"
-SOURCES = ROOT / "torch-ext" / "qwen3"
-
-
-# What the documents contain
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def python_blocks() -> dict[str, str]:
-    """By document and number. A block that takes `qwen3` as given has in front what loads it in the README's first block."""
-    first = "".join(line for line in blocks(README, "python")[0].splitlines(True) if not line.startswith("qwen3."))
-    found = {}
-    for name, text in DOCUMENTS.items():
-        for number, block in enumerate(blocks(text, "python"), 1):
-            needs_it = re.search(r"\bqwen3\.", block) and "get_kernel" not in block
-            found[f"{name}-{number}"] = first + block if needs_it else block
-    return found
-
-
-PYTHON = python_blocks()
-NOTEBOOK = "examples/finetune.ipynb"
 ON_A_GPU = {f"{name}-as-on-a-gpu": block for name, block in PYTHON.items() if GPU_ONLY in block}
-
-
-def commands() -> list[str]:
-    """Every line of a shell block, and every `make ...` and `python ...` within the text."""
-    found = []
-    for text in DOCUMENTS.values():
-        for block in blocks(text, "bash"):
-            found += [line for line in block.splitlines() if line and not line.startswith("#")]
-        found += re.findall(r"`((?:make|python) [^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
-    return list(dict.fromkeys(found))
-
-
-COMMANDS = commands()
-MAKE = [command for command in COMMANDS if re.match(r"([A-Z_]+=\S+ )*make ", command)]
-MODULES = [command for command in COMMANDS if command.startswith("python -m ")]
-PIP = [command for command in COMMANDS if command.startswith("pip install ")]
 
 
 def dry_run(command: str) -> subprocess.CompletedProcess:
@@ -209,11 +157,6 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-def cells(kind: str) -> list[str]:
-    """The sources of the notebook's cells of a kind."""
-    return ["".join(cell["source"]) for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"] if cell["cell_type"] == kind]
-
-
 def jobs(package: Path, checkpoint: Path) -> list[dict]:
     card = blocks((package / "build/CARD.md").read_text(), "python")
     found = []
@@ -245,15 +188,8 @@ class Results:
     def __init__(self, jobs: list[dict], environment: dict[str, str], folder: Path):
         self.jobs, self.found = {job["name"]: job for job in jobs}, {}
         self.errors = (folder / "errors").open("w+")
-        self.runner = subprocess.Popen(
-            [sys.executable, "-c", RUNNER],
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
+        self.runner = subprocess.Popen([sys.executable, "-c", RUNNER], env=environment, cwd=folder, **pipes)
 
     def __getitem__(self, name: str) -> tuple[int, str]:
         if name not in self.found:
@@ -270,15 +206,19 @@ class Results:
         self.errors.close()
 
 
+def new_home(home: Path) -> dict[str, str]:
+    """The environment of a user with this cache, without a GPU and whatever this machine has set for the Hub and for us."""
+    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS", "BASTILE_STRICT")
+    return {key: value for key, value in os.environ.items() if key not in unset} | {"HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+
+
 @pytest.fixture(scope="module")
 def results(package, installed, checkpoint, tmp_path_factory) -> Iterator[Results]:
     folder = tmp_path_factory.mktemp("hub")
-    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS", "BASTILE_STRICT")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
     path = os.pathsep.join((str(installed), str(ROOT)))
     with HubServer() as hub:
         publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True)
-        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        environment = new_home(folder / "home") | {"HF_ENDPOINT": hub.endpoint, "PYTHONPATH": path}
         with contextlib.closing(Results(jobs(package, checkpoint), environment, folder)) as found:
             yield found
 
@@ -307,25 +247,11 @@ def test_the_notebook_runs_from_top_to_bottom(results):
     assert "loss without logits" in output
 
 
-def test_the_notebook_is_kept_without_results():
-    found = json.loads((ROOT / NOTEBOOK).read_text())
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in found["cells"] if cell["cell_type"] == "code")
-    first, *others = cells("code")
-    assert not any("%pip" in cell for cell in others)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tested = {r.name: str(r.specifier).removeprefix("==") for r in map(Requirement, project["optional-dependencies"]["dev"])}
-    for requirement in map(Requirement, shlex.split(first)[3:]):
-        assert requirement.name not in tested or requirement.specifier.contains(tested[requirement.name]), requirement
-
-
 def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, installed, results):
     (name,) = [name for name, block in PYTHON.items() if "import bastile" in block]
     assert f"bastile from {installed}" in assert_ran(results, name)
-    sources = package / "torch-ext/bastile"
-    shared = package / "torch-ext/shared"
-    files = {path: path.relative_to(sources) for path in sources.rglob("*.*")} | {
-        path: path.relative_to(shared.parent) for path in shared.rglob("*.*")
-    }
+    folders = {"bastile": package / "torch-ext/bastile", "shared": package / "torch-ext"}
+    files = {path: path.relative_to(top) for name, top in folders.items() for path in (package / "torch-ext" / name).rglob("*.*")}
     assert [path for path, name in files.items() if path.is_file() and not (installed / "bastile" / name).is_file()] == []
 
 
@@ -350,12 +276,9 @@ except Exception as error:
 
 def offline_after(code: str, endpoint: str, home: Path) -> str:
     """What a process without a network finds in the cache that `code` filled."""
-    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {"HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     for each, where in ((code, endpoint), (OFFLINE, "http://127.0.0.1:9")):
-        command = [sys.executable, "-c", each]
-        done = subprocess.run(command, env=environment | {"HF_ENDPOINT": where}, capture_output=True, text=True, timeout=120)
+        environment = new_home(home) | {"HF_ENDPOINT": where}
+        done = subprocess.run([sys.executable, "-c", each], env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -367,11 +290,6 @@ def test_a_cluster_without_a_network_has_what_was_fetched_as_a_whole(package, tm
         publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True)
         assert offline_after(whole, hub.endpoint, tmp_path / "whole").startswith("found ")
         assert offline_after(blocks(README, "python")[0], hub.endpoint, tmp_path / "part").startswith("missing ")
-
-
-def test_every_command_is_of_a_kind_that_is_tested():
-    assert set(COMMANDS) == {*MAKE, *MODULES, *PIP}
-    assert len(MAKE) > 10 and len(MODULES) > 4 and len(PIP) == 2
 
 
 def check_modules(results, text: str) -> None:
@@ -399,71 +317,6 @@ def test_a_python_command_exists(results, command):
     check_modules(results, command)
 
 
-@pytest.mark.parametrize("command", PIP)
-def test_what_pip_installs_fits_the_tested_versions(installed, command):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = {r.name: str(r.specifier).removeprefix("==") for r in map(Requirement, project["optional-dependencies"]["dev"])}
-    for word in shlex.split(command)[2:]:
-        if word.startswith("."):  # this repository: the fixture installed it
-            assert set(re.findall(r"\w+", word)) <= set(project["optional-dependencies"])
-        elif word.startswith("dist/"):  # what `make wheel` made
-            assert "--wheel-dir dist" in MAKEFILE
-        else:
-            requirement = Requirement(word)
-            assert requirement.specifier.contains(pinned[requirement.name])
-            [served] = [r for r in map(Requirement, project["optional-dependencies"]["transformers"]) if r.name == requirement.name]
-            assert set(served.specifier) <= set(requirement.specifier)  # a page may narrow it to what works whole
-
-
-# What they say
-
-
-def test_the_documents_name_every_make_target():
-    targets = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)) - {"help"}
-    named = {word for command in MAKE for word in command.split() if word in targets}
-    assert named == targets
-
-
-def test_the_documents_name_every_public_function_with_its_arguments(loaded):
-    """In the tables: `name(argument, argument=default)`. What stands for `...` is named in the text."""
-    shown = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", ALL_PAGES, re.MULTILINE))
-    names = public_names((SOURCES / "__init__.py").read_text(), "__init__.py")
-    assert shown.keys() == set(names) - {"layers"} and "`layers`" in ALL_PAGES
-    for name, text in shown.items():
-        parameters = list(inspect.signature(getattr(loaded, name)).parameters.values())
-        arguments, more, _ = text.partition(", ...")
-        given = ast.parse(f"def f({arguments}): pass").body[0].args
-        expected = parameters[: len(given.args)] if more else parameters
-        assert [a.arg for a in given.args] == [p.name for p in expected], name
-        assert [ast.literal_eval(d) for d in given.defaults] == [p.default for p in expected if p.default is not p.empty], name
-        assert [p.name for p in parameters[len(expected) :] if f"`{p.name}`" not in ALL_PAGES] == []
-
-
-def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
-    shown = dict(re.findall(r'"(\w+)": "(\w+)"', PAGES[INTEGRATIONS]))
-    assert (
-        shown.items()
-        <= {name: layer.__name__ for name, layer in calls_of(loaded).families[0].hub_names.items()}.items()
-    )
-    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {
-        "Experts",
-        "MoeCausalLM",
-        "MoeDecoderLayer",
-        "MoeModel",
-        "SwiGLUMLP",
-        "ForCausalLMLoss",
-    }
-
-
-def test_gpus_are_those_that_are_built():
-    built: dict[str, set[str]] = {}
-    for host, names in TARGETS.items():
-        for name in names:
-            built.setdefault(f"{name[3:-1]}.{name[-1]}", set()).add(host)
-    rows = re.findall(r"^\| (\d+\.\d) \| .+ \| ((?:x86_64|aarch64)[^|]*) \|$", PAGES[INTEGRATIONS], re.MULTILINE)
-    assert {number: set(hosts.split(", ")) for number, hosts in rows} == built
-
-
 def test_the_card_describes_every_layer_and_gpu(package):
     numbers = {f"{name[3:-1]}.{name[-1]}" for names in TARGETS.values() for name in names}
     text = render_card(CARD, card_values(read_package(package)) | {"archs": sorted(numbers)})
@@ -471,81 +324,3 @@ def test_the_card_describes_every_layer_and_gpu(package):
         assert re.search(rf"^\| `{name}` \| \S+", text, re.MULTILINE), name
     for number in numbers:
         assert re.search(rf"^\| {re.escape(number)} \| \S+", text, re.MULTILINE), number
-
-
-def test_tested_versions_are_those_of_the_environment():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in project["optional-dependencies"]["dev"]:
-        name, _, version = requirement.partition("==")
-        if name in ("torch", "transformers", "kernels"):
-            assert re.search(rf"^\| {name} \|.*\b{re.escape(version)}\b", PAGES[INTEGRATIONS], re.MULTILINE)
-
-
-def test_tables_show_what_was_measured():
-    templates = {path: tables.template_of(path) for path in tables.documents()}
-    found = {path: re.findall(r'<< table\("(\S+)"\) >>', made.read_text()) for path, made in templates.items() if made.exists()}
-    shown = {name for names in found.values() for name in names}
-    some = {"operations", "linear_cross_entropy", "qwen3_step", "first_step", "host", "gpt_oss_experts"}
-    assert some <= shown <= set(tables.all_tables())
-    pages = [name for path, names in found.items() if path.name != "CARD.md" for name in names]
-    assert len(pages) == len(set(pages)), "each table stands in one place; a card, the first page from the Hub, may repeat one"
-
-
-@pytest.mark.parametrize("path", tables.documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_document_can_be_read_as_it_is(path):
-    """No marks are left in it, and no line is too long for an editor but those of tables, and in a card what becomes a cell of one."""
-    text = path.read_text()
-    assert not re.findall(r"<!--|<<|>>", re.sub(r"`[^`\n]*`", "", text))
-    assert [line for line in text.splitlines() if len(line) > 160 and not re.match(r'\|| +"\w+": "', line)] == []
-
-
-def test_what_explain_prints_is_what_the_readme_shows(qwen3, monkeypatch):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    monkeypatch.delitem(sys.modules, "trl.kernels.chunked_logprob", raising=False)  # it has a row where TRL is imported
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = qwen3.pack(qwen3.kernelize(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=36, **sizes)).train()))
-    model.model.layers[7].mlp.register_forward_hook(lambda *_: None)
-    found = [line.split() for line in str(qwen3.explain(model)).splitlines() if not line.startswith("kernels on cpu")]
-    assert [line.split() for line in blocks(README, "text")[0].splitlines()] == found
-
-
-def test_kernels_own_benchmark_is_run_as_the_pages_say():
-    """Of the branch that `tools.publish` writes."""
-    command = r"kernels benchmark (bastile/qwen3|\{\{ repo_id \}\}) --branch v(1|\{\{ major \}\})-bench"
-    texts = {path.parent: path.read_text() for path in ROOT.glob("packages/*/CARD.md")} | {ROOT: CARD}
-    assert re.search(command, PAGES["docs/hub.md"])
-    for folder, text in texts.items():  # the branch is there where a package has benchmarks
-        assert bool(re.search(command, text)) == (folder / "benchmarks").is_dir(), folder
-        assert "report(check=True)" in text, folder
-    done = subprocess.run([Path(sys.executable).with_name("kernels"), "benchmark", "--help"], capture_output=True, text=True)
-    assert "--branch" in done.stdout and "repo_id" in done.stdout, done.stderr
-
-
-def anchors(text: str) -> set[str]:
-    """What a link may name after `#`, as GitHub makes it of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", re.sub(r"`[^`\n]*`", "", DOCUMENTS[name])):
-        if not target.startswith("https://"):
-            path = (ROOT / name).parent.joinpath(target) if target else ROOT / name
-            assert path.exists(), target
-            assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
-
-
-def test_the_readme_is_short_and_leads_to_every_page():
-    assert len(README.splitlines()) <= 150
-    assert set(re.findall(r"\]\((docs/[^)#]+)\)", README)) == PAGES.keys() - {"README.md"}
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_nothing_belongs_to_one_machine(name):
-    text = DOCUMENTS[name]
-    assert not re.findall(r"(?<![\w.])(?:/work|/tmp|/home|/root|/mnt|/usr|/opt|~)/", text)
-    assert not re.findall(r"index-url|find-links|trusted-host", text)
-    hosts = set(re.findall(r"https?://([\w.-]+)", text))
-    assert hosts <= {"127.0.0.1", "huggingface.co", "github.com", "arxiv.org", "docs.nvidia.com"}
