@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.checkpoints import FLASH, REENTRANT, Count, OnTheHost, assert_equal, gradients, with_one_operator
 from tests.compile_checks import with_adapters
-from tests.cpu.test_checkpointing import FLASH, Count, OnTheHost, assert_equal, gradients, heads_that_run_as_one_operator
 from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
 
-REENTRANT = pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
 LAYERS = 4
 use_count = torch._C._storage_Use_Count
 
@@ -71,7 +70,7 @@ def lane(qwen3, monkeypatch):
 
 
 def model_of(package, offload, keep=False, reentrant=False, lora=False, **changes):
-    model = tiny_model(num_hidden_layers=LAYERS, **{**heads_that_run_as_one_operator(), **changes})
+    model = tiny_model(num_hidden_layers=LAYERS, **{**with_one_operator(), **changes})
     model = with_adapters(model, lora_dropout=0.1) if lora else model
     model = package.kernelize(model, keep_attention=keep, offload=offload)
     model.set_attn_implementation("sdpa")
