@@ -23,13 +23,16 @@ def lora(model, **options):
     return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
-def compare(qwen3, model, device, how="kernelize", **inputs):
-    """The step of a model without and then with the layers: the same loss and gradients. Returns the second."""
-    inputs = inputs or batch(device, 2, 33)
-    expected = Step(model, **inputs)
-    found = Step(install(qwen3, model, how), **inputs)
-    found.assert_same(expected, FACTOR[device])
-    return found
+def compare(qwen3, model, device, how="kernelize", seed=None, factor=1, **inputs):
+    """The step of a model without and then with the layers: the same loss and gradients. Returns the second. seed: of dropout's masks."""
+    inputs, steps = inputs or batch(device, 2, 33), []
+    for put_on in (lambda: None, lambda: install(qwen3, model, how)):
+        put_on()
+        if seed is not None:
+            torch.manual_seed(seed)
+        steps.append(Step(model, **inputs))
+    steps[1].assert_same(steps[0], factor * FACTOR[device])
+    return steps[1]
 
 
 @pytest.mark.integration("PEFT: LoRA on the projections")
@@ -38,20 +41,6 @@ def compare(qwen3, model, device, how="kernelize", **inputs):
 def test_lora_on_projections(qwen3, device, how, target_modules):
     found = compare(qwen3, lora(model_on(device), target_modules=target_modules), device, how)
     assert found.output.logits is None and all("lora" in name for name in found.gradients)
-
-
-@pytest.mark.integration("PEFT: DoRA, rsLoRA and dropout")
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"use_rslora": True}, {"lora_dropout": 0.5}], ids=lambda o: next(iter(o)))
-def test_kinds_of_lora(qwen3, device, options):
-    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "down_proj"], **options)
-    if "lora_dropout" not in options:
-        compare(qwen3, model, device)
-        return
-    torch.manual_seed(2)
-    expected = Step(model, **batch(device, 2, 33))
-    install(qwen3, model)
-    torch.manual_seed(2)
-    Step(model, **batch(device, 2, 33)).assert_same(expected, FACTOR[device])
 
 
 @pytest.mark.integration("PEFT: IA3, prompt tuning, prefix tuning")

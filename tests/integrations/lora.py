@@ -1,6 +1,7 @@
 """What of PEFT is fused with the decoder layer, with every option that keeps an adapter linear, and what stays the module that it is."""
 
 import copy
+import functools
 import importlib
 import warnings
 
@@ -53,16 +54,24 @@ def assert_all_fused(fused, adapters):
     assert sum(projection.a is not None for projection in found.values()) == adapters
 
 
-def steps(qwen3, model, device, seed=None):
-    """The plain model's step and that with the layers."""
-    inputs = batch(device, 2, 33)
-    if seed is not None:
-        torch.manual_seed(seed)
-    expected = Step(model, **inputs)
-    install(qwen3, model)
-    if seed is not None:
-        torch.manual_seed(seed)
-    return expected, Step(model, **inputs)
+same_step = functools.partial(adapters.compare, factor=2)
+
+
+def with_another(model, modules=ATTENTION):
+    """The model with a second adapter, which is not active."""
+    from peft import LoraConfig
+
+    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=modules, task_type="CAUSAL_LM"))
+    return model
+
+
+def named(model, end):
+    """The modules whose names end so."""
+    return [module for name, module in model.named_modules() if name.endswith(end)]
+
+
+def exact_of(model):
+    return copy.deepcopy(model).double()
 
 
 RANKS = {"rank_pattern": {"k_proj": 2, "up_proj": 7, "o_proj": 1}, "alpha_pattern": {"v_proj": 3, "down_proj": 1}}
@@ -85,16 +94,14 @@ def test_options_of_lora_are_fused(qwen3, device, fused, options, packed):
     if packed:
         qwen3.pack(model)
     assert packed_groups(qwen3, model.base_model.model.model.layers[1]) == [packed, packed]
-    expected, found = steps(qwen3, model, device, seed=2)
-    found.assert_same(expected, 2 * FACTOR[device])
+    same_step(qwen3, model, device, seed=2)
     assert_all_fused(fused, adapters=14)
 
 
 @pytest.mark.integration("PEFT: LoRA on the projections")
 @pytest.mark.parametrize("names", [["q_proj", "v_proj"], ["gate_proj"], ["o_proj", "down_proj"], ["k_proj", "up_proj"]])
 def test_projections_without_an_adapter_are_fused_too(qwen3, device, fused, names):
-    expected, found = steps(qwen3, lora(model_on(device), target_modules=names, lora_dropout=0.2), device, seed=2)
-    found.assert_same(expected, 2 * FACTOR[device])
+    same_step(qwen3, lora(model_on(device), target_modules=names, lora_dropout=0.2), device, seed=2)
     assert_all_fused(fused, 2 * len(names))
 
 
@@ -105,103 +112,82 @@ def test_what_is_trained_beside_the_adapters(qwen3, device):
     for name, parameter in model.named_parameters():
         trained = ("norm", "q_proj.base_layer", "up_proj.base_layer", "down_proj", "lora_B")
         parameter.requires_grad = any(part in name for part in trained) and "v_proj" not in name
-    expected, found = steps(qwen3, model, device)
-    found.assert_same(expected, 2 * FACTOR[device])
+    found = same_step(qwen3, model, device)
     assert any("base_layer" in name for name in found.gradients) and not any("q_proj.lora_A" in name for name in found.gradients)
 
 
 @pytest.mark.integration("PEFT: several adapters, disable_adapter, merged")
 def test_adapters_by_name(qwen3, device, fused):
     """One of several at a time; none; and after each of these the other again."""
-    from peft import LoraConfig
-
     tokens = batch(device, 2, 17)["input_ids"]
-    model = lora(model_on(device), target_modules=PROJECTIONS)
-    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    model = with_another(lora(model_on(device), target_modules=PROJECTIONS))
     plain = copy.deepcopy(model).eval()
     install(qwen3, model.eval())
+
+    def assert_same(what, factor=1):
+        fused.clear()
+        with torch.no_grad():
+            assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, what, factor * FACTOR[device])
+
     for name, count in (("default", 14), ("other", 6), ("default", 14)):
         model.set_adapter(name)
         plain.set_adapter(name)
-        fused.clear()
-        with torch.no_grad():
-            assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, name, FACTOR[device])
+        assert_same(name)
         assert_all_fused(fused, count)
-    fused.clear()
-    with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
-        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "disabled", FACTOR[device])
+    with model.disable_adapter(), plain.disable_adapter():
+        assert_same("disabled")
     assert_all_fused(fused, adapters=0)
-    fused.clear()
-    model.merge_adapter(["default"])
-    plain.merge_adapter(["default"])
-    with torch.no_grad():
-        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "merged", FACTOR[device])
+    for each in (model, plain):
+        each.merge_adapter(["default"])
+    assert_same("merged")
     assert_all_fused(fused, adapters=0)
-    with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
-        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "unmerged by a call", 2 * FACTOR[device])
+    with model.disable_adapter(), plain.disable_adapter():
+        assert_same("unmerged by a call", 2)
     assert not model.base_model.model.model.layers[0].self_attn.q_proj.merged
 
 
 @pytest.mark.integration("PEFT: several adapters, disable_adapter, merged")
 def test_two_active_adapters_are_called(qwen3, device, fused):
-    from peft import LoraConfig
-
-    model = lora(model_on(device), target_modules=["q_proj", "down_proj"])
-    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = with_another(lora(model_on(device), target_modules=["q_proj", "down_proj"]), ["q_proj"])
     model.base_model.set_adapter(["default", "other"])
-    expected, found = steps(qwen3, model, device)
-    found.assert_same(expected, 2 * FACTOR[device])
+    found = same_step(qwen3, model, device)
     assert any("other" in name for name in found.gradients)
     assert {projection is None for layer, projection in fused if "other" in getattr(layer, "r", ())} == {True}
     assert {projection is None for layer, projection in fused if hasattr(layer, "r") and "other" not in layer.r} == {False}
 
 
-def _hooked(model, of="q_proj"):
-    for name, module in model.named_modules():
-        if name.endswith(f"{of}.lora_A.default"):
-            module.register_forward_hook(lambda module, args, result: result * 1.5)
+def hook(module):
+    module.register_forward_hook(lambda module, args, result: result * 1.5)
 
 
-def _patched(model):
-    for name, module in model.named_modules():
-        if name.endswith("q_proj.lora_B.default"):
-            module.forward = lambda x, weight=module.weight: nn.functional.linear(x, 2 * weight)
+def patch(module):
+    module.forward = lambda x, weight=module.weight: nn.functional.linear(x, 2 * weight)
 
 
-def _of_another_class(model):
-    from peft.tuners.lora.layer import Linear
-
-    class Mine(Linear):
+def make_of_another_class(module):
+    class Mine(type(module)):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    for name, module in model.named_modules():
-        if name.endswith("q_proj"):
-            module.__class__ = Mine
+    module.__class__ = Mine
 
 
-def _with_another_dropout(model):
-    for name, module in model.named_modules():
-        if name.endswith("q_proj"):
-            module.lora_dropout["default"] = nn.ReLU()
+def give_another_dropout(module):
+    module.lora_dropout["default"] = nn.ReLU()
 
 
-def _parametrized(model):
-    for name, module in model.named_modules():
-        if name.endswith("q_proj.lora_A.default"):
-            nn.utils.parametrizations.weight_norm(module)
-
-
-CHANGES = (_hooked, _patched, _of_another_class, _with_another_dropout, _parametrized)
+# By what is changed: the end of a module's name, and the change.
+CHANGES = {"hooked": (".lora_A.default", hook), "patched": (".lora_B.default", patch), "of_another_class": ("", make_of_another_class),
+           "with_another_dropout": ("", give_another_dropout), "parametrized": (".lora_A.default", nn.utils.parametrizations.weight_norm)}
 
 
 @pytest.mark.integration("PEFT: LoRA whose modules are hooked, patched or replaced")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_what_somebody_changed_is_called(qwen3, device, fused, change):
-    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
-    change(model)
-    expected, found = steps(qwen3, model, device)
-    found.assert_same(expected, 2 * FACTOR[device])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_somebody_changed_is_called(qwen3, device, fused, name):
+    model, (end, change) = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"]), CHANGES[name]
+    for module in named(model, f"q_proj{end}"):
+        change(module)
+    same_step(qwen3, model, device)
     assert {projection for layer, projection in fused if layer is model.base_model.model.model.layers[0].self_attn.q_proj} == {None}
     assert any(projection is not None and projection.a is not None for _, projection in fused)  # o_proj
 
@@ -214,19 +200,14 @@ def test_a_class_that_somebody_patched_is_called(qwen3, device, fused, monkeypat
     model = lora(model_on(device), target_modules=PROJECTIONS)
     original, calls = Linear.forward, []
     monkeypatch.setattr(Linear, "forward", lambda self, x: calls.append(self) or original(self, x) * 1.25)
-    expected, found = steps(qwen3, model, device)
-    found.assert_same(expected, 2 * FACTOR[device])
+    same_step(qwen3, model, device)
     assert {projection for _, projection in fused} == {None} and len(calls) == 28
 
 
 @pytest.mark.integration("PEFT: adapters of each sample (adapter_names)")
 def test_adapters_of_each_sample(qwen3, device):
-    from peft import LoraConfig
-
     tokens = batch(device, 2, 9)["input_ids"]
-    model = lora(model_on(device), target_modules=PROJECTIONS)
-    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=ATTENTION, task_type="CAUSAL_LM"))
-    model.eval()
+    model = with_another(lora(model_on(device), target_modules=PROJECTIONS)).eval()
     with torch.no_grad():
         expected = model(input_ids=tokens, adapter_names=["other", "__base__"]).logits
         found = install(qwen3, model)(input_ids=tokens, adapter_names=["other", "__base__"]).logits
@@ -235,19 +216,14 @@ def test_adapters_of_each_sample(qwen3, device):
 
 @pytest.mark.integration("PEFT: DoRA, rsLoRA and dropout")
 def test_dora_is_called(qwen3, device, fused):
-    model = lora(model_on(device), target_modules=["q_proj", "up_proj"], use_dora=True)
-    expected, found = steps(qwen3, model, device)
-    found.assert_same(expected, 3 * FACTOR[device])
+    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], use_dora=True)
+    same_step(qwen3, model, device, factor=3)
     assert {projection for layer, projection in fused if hasattr(layer, "lora_A")} == {None}
 
 
-def mean_errors(qwen3, model, exact_model, device, autocast, as_others=None):
-    """The relative error of all gradients, averaged over batches: plain, and with the layers. as_others: autocast of the plain model."""
-    return errors_of_batches(qwen3, model, exact_model, device, autocast, as_others).mean(0).tolist()
-
-
-def errors_of_batches(qwen3, model, exact_model, device, autocast, as_others=None, lengths=(15, 23, 31, 39)):
-    """[batches, 2]: the same of each batch."""
+def assert_as_exact(qwen3, model, exact_model, device, autocast, as_others=None, most=1.1, lengths=(15, 23, 31, 39), median=False):
+    """The relative errors of all gradients, on average over batches or in the median one, are at most so many times as large with the
+    layers as without. as_others: autocast of the plain model."""
 
     def gradients(model, dtype):
         model.zero_grad()
@@ -267,7 +243,9 @@ def errors_of_batches(qwen3, model, exact_model, device, autocast, as_others=Non
         assert found.keys() == others.keys() == exact.keys()
         assert all(found[name].dtype == others[name].dtype for name in found)
         errors.append([[relative_error(each[name], gradient) for name, gradient in exact.items()] for each in (others, found)])
-    return torch.tensor(errors).mean(2)
+    of_batches = torch.tensor(errors).mean(2)
+    others, mine = of_batches.median(0).values if median else of_batches.mean(0)
+    assert mine <= most * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
 
 
 @pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
@@ -285,8 +263,7 @@ def test_autocast_and_adapters_are_fused_and_as_exact(qwen3, device, fused, base
         qwen3.pack(model)
     if adapter is not None:
         model = lora(model, target_modules=PROJECTIONS, **adapter)
-    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, autocast, as_others=torch.bfloat16)
-    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    assert_as_exact(qwen3, model, exact_of(model), device, autocast, as_others=torch.bfloat16)
     if adapter is not None or base != autocast and autocast is not None:
         assert_all_fused(fused, adapters=14 if adapter is not None else 0)
 
@@ -298,8 +275,7 @@ def test_adapters_in_half_precision(qwen3, device, fused):
     for name, parameter in model.named_parameters():
         if "lora" in name:
             parameter.data = parameter.data.bfloat16()
-    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, None)
-    assert mine <= 1.25 * others
+    assert_as_exact(qwen3, model, exact_of(model), device, None, most=1.25)
     assert_all_fused(fused, adapters=14)
 
 
@@ -310,14 +286,14 @@ def test_dropout_under_gradient_checkpointing(qwen3, device, reentrant):
     model = lora(model_on(device), target_modules=PROJECTIONS, lora_dropout=0.3)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    expected, found = steps(qwen3, model, device, seed=2)
-    found.assert_same(expected, 2 * FACTOR[device])
+    same_step(qwen3, model, device, seed=2)
 
 
 @pytest.mark.integration("PyTorch: hooks on saved tensors (save_on_cpu)")
 def test_saved_tensor_hooks_see_what_adapters_keep(qwen3, device):
     model = lora(model_on(device), target_modules=PROJECTIONS)
-    expected, _ = steps(qwen3, model, device)
+    expected = Step(model, **batch(device, 2, 33))
+    install(qwen3, model)
     with torch.autograd.graph.save_on_cpu():
         found = Step(model, **batch(device, 2, 33))
     found.assert_same(expected, 2 * FACTOR[device])
@@ -329,16 +305,16 @@ def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused, 
     """fp32 model, bf16 products, and a projection that has to be called in one half of a layer or in both."""
     model = lora(model_on(device), target_modules=of)
     for name in of:
-        _hooked(model, name)
-    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, torch.bfloat16)
-    assert mine <= 1.1 * others
+        for module in named(model, f"{name}.lora_A.default"):
+            hook(module)
+    assert_as_exact(qwen3, model, exact_of(model), device, torch.bfloat16)
     assert None in {projection for _, projection in fused}
 
 
 def four_bit(model, device):
     """The model with its projections in bitsandbytes' four bits, and the same in float64 with what these bits stand for."""
     bnb = pytest.importorskip("bitsandbytes")
-    exact = copy.deepcopy(model).double()
+    exact = exact_of(model)
     for name, child in list(model.model.layers.named_modules()):
         if isinstance(child, nn.Linear):
             linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16)
@@ -349,6 +325,12 @@ def four_bit(model, device):
             setattr(model.model.layers.get_submodule(parent), leaf, linear)
             dense = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
             exact.model.layers.get_submodule(name).weight.data.copy_(dense)
+    return model, exact
+
+
+def with_the_same_adapters(model, exact):
+    model, exact = (lora(each, target_modules=PROJECTIONS) for each in (model, exact))
+    exact.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, strict=False)
     return model, exact
 
 
@@ -372,13 +354,11 @@ def test_a_model_loaded_in_four_bits(qwen3, device, fused, tmp_path, double, pre
             exact.get_submodule(name).weight.data.copy_(bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
     if prepared:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    model, exact = (lora(each, target_modules=PROJECTIONS) for each in (model, exact))
-    exact.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, strict=False)
+    model, exact = with_the_same_adapters(model, exact)
     assert {type(module).__module__ for module in model.modules() if hasattr(module, "lora_A")} == {"peft.tuners.lora.bnb"}
-    autocast, lengths = torch.bfloat16 if prepared else None, range(12, 57, 4)
-    errors = errors_of_batches(qwen3, model, exact, device, autocast, torch.bfloat16, lengths)
-    others, mine = errors.median(0).values.tolist()  # of few batches either one's error is several times that of the others
-    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    # Of few batches either one's error is several times that of the others.
+    many = {"lengths": range(12, 57, 4), "median": True}
+    assert_as_exact(qwen3, model, exact, device, torch.bfloat16 if prepared else None, torch.bfloat16, **many)
     assert_all_fused(fused, adapters=14)
 
 
@@ -396,9 +376,7 @@ def test_bitsandbytes(qwen3, device, fused, kind):
             for name, parameter in each.named_parameters():
                 parameter.requires_grad = "norm" in name
     else:
-        model, exact = (lora(each, target_modules=PROJECTIONS) for each in (model, exact))
-        exact.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, strict=False)
+        model, exact = with_the_same_adapters(model, exact)
     autocast = torch.bfloat16 if kind == "prepared for training" else None
-    others, mine = mean_errors(qwen3, model, exact, device, autocast, as_others=torch.bfloat16)
-    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    assert_as_exact(qwen3, model, exact, device, autocast, as_others=torch.bfloat16)
     assert_all_fused(fused, 0 if kind == "no adapters" else 14)
