@@ -12,10 +12,9 @@ from transformers.distributed import DistributedConfig
 
 from tests.integrations.adapters import lora
 from tests.integrations.common import FACTOR, WAYS, batch, family_on, install
-from tests.integrations.parallel import assert_gradients, gradients_of, own_part, whole
 from tests.integrations.qwen3_moe import EXPERTS, moe_on
 from tests.integrations.ranks import Ranks
-from tests.integrations.sequence_parallel import package_of
+from tests.integrations.sharding import assert_gradients, gradients_of, own_part, package_of, whole
 from tests.models import Step, tiny_gpt_oss
 from tests.tolerances import assert_close
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integrations.common import batch, install, model_on
-from tests.integrations.parallel import LENGTH, ROWS, gradients_of, rows_of, shard
+from tests.integrations.sharding import LENGTH, ROWS, gradients_of, rows_of, shard
 from tests.versions import TORCH
 
 BF16 = torch.bfloat16

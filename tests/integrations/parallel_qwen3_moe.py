@@ -9,9 +9,9 @@ import torch
 from transformers.distributed import DistributedConfig
 
 from tests.integrations.common import FACTOR, WAYS, batch, install
-from tests.integrations.parallel import HOWS, LENGTH, ROWS, assert_gradients, gradients_of, own_part, rows_of, whole
 from tests.integrations.qwen3_moe import moe_on
 from tests.integrations.ranks import WORLD
+from tests.integrations.sharding import HOWS, LENGTH, ROWS, assert_gradients, gradients_of, own_part, rows_of, whole
 from tests.models import Step
 from tests.tolerances import assert_close
 

@@ -7,9 +7,9 @@ from torch.nn.functional import logsigmoid
 
 from tests.integrations.adapters import lora
 from tests.integrations.common import batch, install, model_on
-from tests.integrations.parallel import LENGTH, ROWS, assert_gradients, gradients_of, shard, whole
 from tests.integrations.preference import Outcome, counted, train
 from tests.integrations.preference import lora as adapters
+from tests.integrations.sharding import LENGTH, ROWS, assert_gradients, gradients_of, shard, whole
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 ADVANTAGES = (1.0, -0.5, 0.3, -2.0)

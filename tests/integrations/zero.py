@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integrations.common import FACTOR, WAYS, batch, install, model_on
-from tests.integrations.parallel import LENGTH, ROWS, assert_fused, assert_gradients, rows_of
 from tests.integrations.ranks import WORLD
+from tests.integrations.sharding import LENGTH, ROWS, assert_fused, assert_gradients, rows_of
 from tests.models import Step
 from tests.tolerances import assert_close
 
