@@ -1,13 +1,9 @@
-"""A row's tokens spread over processes. DeepSpeed's Ulysses: attention of ours runs between its exchanges, right for whole rows. torch's
-context parallelism: attention is its own, and all else ours."""
+"""A row's tokens spread over processes by DeepSpeed's Ulysses: attention of ours runs between its exchanges, right for whole rows."""
 
 import contextlib
-import dataclasses
 import importlib
-import os
 import sys
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,13 +12,14 @@ import torch
 from tests.integrations.common import FACTOR, family_on, model_on
 from tests.integrations.parallel import other_on
 from tests.integrations.ranks import Ranks
-from tests.integrations.trainers import make_trainer
+from tests.integrations.sharding import package_of
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close
 from tests.versions import set_checkpointing
 
 LENGTHS = (9, 5, 10)  # of the documents in a row: no process of two or four has whole ones
+TOKENS = sum(LENGTHS)
 PART = "attention, between the exchanges of DeepSpeed's Ulysses"
 
 
@@ -37,17 +34,17 @@ def by_positions(module, query, key, value, attention_mask, scaling=None, positi
 def packed(rows=1):
     """Rows of documents; the second one has them in the other order."""
     positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[:: 1 - 2 * row]]) for row in range(rows)])
-    return {"input_ids": random_tokens(rows, sum(LENGTHS)), "position_ids": positions}
+    return {"input_ids": random_tokens(rows, TOKENS), "position_ids": positions}
 
 
 def plain():
     """Rows that are a document each."""
-    return {**packed(2), "position_ids": torch.arange(sum(LENGTHS)).expand(2, -1)}
+    return {**packed(2), "position_ids": torch.arange(TOKENS).expand(2, -1)}
 
 
 def padded():
     """Two rows with padding, one in front of its tokens and one behind them, of which the last process has nothing else."""
-    mask = torch.ones(2, sum(LENGTHS), dtype=torch.long)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, :7], mask[1, 11:] = 0, 0
     return {**packed(2), "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
@@ -83,8 +80,10 @@ def make(case, device):
     return family_on(case.family, device, **case.changes)
 
 
-def on(device, batch):
-    return {name: value.to(device) for name, value in batch.items()}
+def begin(here, batch):
+    """Starts DeepSpeed. Returns the process's device, and a batch on it."""
+    deepspeed_of(here)
+    return here.own_device, {name: value.to(here.own_device) for name, value in batch.items()}
 
 
 def step(model, batch, part, backward=True):
@@ -127,6 +126,13 @@ def table_put_back():
         ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
 
 
+@contextlib.contextmanager
+def spread(here):
+    """Ours, as on a GPU, with what DeepSpeed is registered around; gives transformers' table of attention functions."""
+    with table_put_back() as table, as_on_a_gpu(here.qwen3):
+        yield table
+
+
 def register(here, model, name="sdpa", rows=1, **options):
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -134,39 +140,9 @@ def register(here, model, name="sdpa", rows=1, **options):
     return model
 
 
-def prepare(here, model, name):
-    """accelerate's `sp_size`, which registers the same and wraps the model."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-
-    before = set(os.environ)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    handler.sp_attn_implementation = name  # of which its check knows nothing
-    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
-    plugin = DeepSpeedPlugin(hf_ds_config=config_of(0, train_micro_batch_size_per_gpu=1))
-    try:
-        accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism)
-        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))[0]
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        for name in os.environ.keys() - before:
-            del os.environ[name]
-
-
-def package_of(here, folder):
-    from kernels import get_local_kernel
-
-    return dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
-
-
-def part_of(here):
+def part_of(here, tokens=TOKENS):
     """The tokens of a row that this process has."""
-    share = sum(LENGTHS) // here.world
+    share = tokens // here.world
     return slice(here.rank * share, (here.rank + 1) * share)
 
 
@@ -191,16 +167,15 @@ def expected_of(model, batch):
 
 def check_ulysses(here, folder, case, order, checkpointing=None, keep_attention=False):
     """order: whether DeepSpeed is registered before the model is kernelized, after it, or after a step."""
-    deepspeed_of(here)
+    device, batch = begin(here, case.rows())
     here = package_of(here, folder)
-    device, batch = here.own_device, on(here.own_device, case.rows())
     rows = batch["input_ids"].shape[0]
     expected = expected_of(make(case, device), batch)
     model = make(case, device)
     if case.name == "bastile":
         here.qwen3.apply(attention=False)  # which makes that a choice
         model.set_attn_implementation("bastile")
-    with table_put_back() as table, as_on_a_gpu(here.qwen3):
+    with spread(here) as table:
         if order == "before":
             register(here, model, case.name, rows)
         here.qwen3.kernelize(model, keep_attention=keep_attention)
@@ -227,11 +202,10 @@ def check_ulysses(here, folder, case, order, checkpointing=None, keep_attention=
 
 def check_bounds(here):
     """cu_seq_lens_q are those of whole rows; what contradicts them is refused."""
-    deepspeed_of(here)
-    device, batch = here.own_device, on(here.own_device, packed())
+    device, batch = begin(here, packed())
     expected = expected_of(model_on(device), batch)
     bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    with table_put_back(), as_on_a_gpu(here.qwen3):
+    with spread(here):
         model = register(here, here.qwen3.kernelize(model_on(device)))
         assert_step(here, step(model, {**batch, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, part_of(here)), expected)
         with pytest.raises(ValueError, match="start documents at different tokens"):
@@ -246,73 +220,47 @@ def check_bounds(here):
 
 def check_evaluation(here):
     """With disable_in_eval, which is how accelerate registers it, each process evaluates rows of its own."""
-    deepspeed_of(here)
-    device, batch = here.own_device, on(here.own_device, padded())
+    device, batch = begin(here, padded())
     expected = step(model_on(device).eval(), batch, slice(None), False)[0]
-    with table_put_back(), as_on_a_gpu(here.qwen3):
+    with spread(here):
         model = register(here, here.qwen3.kernelize(model_on(device).eval()), rows=2, disable_in_eval=True)
         assert_close(step(model, batch, slice(None), False)[0], expected, torch.float32, "logits", 2 * FACTOR[here.device])
 
 
 def check_left_to_deepspeed(here, folder):
     """A function of the user's own under Ulysses is called; delta nets and dropout keep attention from being ours, and that is said."""
-    deepspeed_of(here)
-    device, batch = here.own_device, on(here.own_device, packed())
+    device, batch = begin(here, packed())
     expected = expected_of(model_on(device), batch)
-    with table_put_back() as table, as_on_a_gpu(here.qwen3):
+    with spread(here) as table:
         table["sdpa"] = by_positions
         model = register(here, here.qwen3.kernelize(model_on(device)))
         assert_step(here, step(model, batch, part_of(here)), expected)
         assert model.model.config._attn_implementation == "sdpa"
         reasons = {row.part: row.reason for row in here.qwen3.explain(model).rows}
         assert "by_positions" in reasons["attention"] and PART not in reasons
-    with table_put_back(), as_on_a_gpu(here.qwen3), pytest.warns(RuntimeWarning, match="with dropout"):
+    with spread(here), pytest.warns(RuntimeWarning, match="with dropout"):
         model = here.qwen3.kernelize(model_on(device, attention_dropout=0.5))
         step(register(here, model), batch, part_of(here))
     here = package_of(here, folder)
-    with table_put_back(), as_on_a_gpu(here.qwen3):
+    with spread(here):
         model = register(here, here.qwen3.kernelize(other_on("qwen3_5", device)))
         with pytest.warns(RuntimeWarning, match="layers of kind linear_attention"):
             step(model, batch, part_of(here), False)
         assert model.model.config._attn_implementation == "sdpa"
         assert "linear_attention" in {row.part: row.reason for row in here.qwen3.explain(model).rows}["attention"]
         model.set_attn_implementation("bastile")
-    with table_put_back(), as_on_a_gpu(here.qwen3):
+    with spread(here):
         register(here, model, "bastile")
         with pytest.raises(ValueError, match="around attn_implementation='bastile', which this model cannot have"):
             step(model, batch, part_of(here), False)
 
 
-def check_accelerate(here, name):
-    """accelerate's `sp_size`: its engine, with the loss of each process's labels, which are shifted in whole rows."""
-    deepspeed_of(here)
-    device, batch = here.own_device, on(here.own_device, packed())
-    labels = torch.nn.functional.pad(batch["input_ids"], (0, 1), value=-100)[:, 1:].clone()
-    labels[:, : sum(LENGTHS) // here.world] = -100  # the first process has a prompt and nothing to learn
-    whole = model_on(device)
-    total = int((labels != -100).sum())
-    whole(**batch, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
-    with table_put_back(), as_on_a_gpu(here.qwen3):
-        model = here.qwen3.kernelize(model_on(device))
-        model.set_attn_implementation(name) if name == "bastile" else None
-        engine, part = prepare(here, model, name), part_of(here)
-        given = {name: value[:, part] for name, value in {**batch, "labels": labels, "shift_labels": labels}.items()}
-        loss = engine(**given, use_cache=False, num_items_in_batch=total).loss
-        assert model.model.config._attn_implementation == "bastile"
-        engine.backward(loss)  # whose gradients are sums over the processes of a row
-        full = importlib.import_module("deepspeed.utils").safe_get_full_grad
-        for name, parameter in model.named_parameters():
-            assert_close(full(parameter), whole.get_parameter(name).grad, torch.float32, name, 4 * FACTOR[here.device])
-
-
 def check_bf16(here):
     """bf16, which the kernels take on a GPU: beside attention of ours in one process, no farther from it than rounding."""
-    deepspeed_of(here)
-    device, lengths = here.own_device, [40 * n for n in LENGTHS]
+    lengths = [40 * n for n in LENGTHS]
     batch = {"input_ids": random_tokens(1, sum(lengths)), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    batch, share = on(device, batch), sum(lengths) // here.world
-    part = slice(here.rank * share, (here.rank + 1) * share)
-    with table_put_back(), as_on_a_gpu(here.qwen3):
+    (device, batch), part = begin(here, batch), part_of(here, sum(lengths))
+    with spread(here):
         expected = step(here.qwen3.kernelize(model_on(device, torch.bfloat16)), batch, slice(None))
         found = step(register(here, here.qwen3.kernelize(model_on(device, torch.bfloat16))), batch, part)
     assert_close(found[0], expected[0][:, part], torch.bfloat16, "logits", 2)
@@ -324,10 +272,9 @@ def check_bf16(here):
 
 def check_compiled(here):
     """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
-    deepspeed_of(here)
-    device, batch = here.own_device, on(here.own_device, packed())
+    device, batch = begin(here, packed())
     for name in ("sdpa", "bastile"):
-        with table_put_back(), as_on_a_gpu(here.qwen3):
+        with spread(here):
             torch._dynamo.reset()
             model = here.qwen3.kernelize(model_on(device))
             if name == "bastile":
@@ -339,81 +286,6 @@ def check_compiled(here):
             else:
                 with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
                     step(compiled, batch, part_of(here), False)
-
-
-class Collated:
-    """Packed rows as the batches of a DataLoader, each with the labels of its tokens."""
-
-    def __call__(self, rows):
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
-        return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
-
-
-def check_trainer(here, folder, kind):
-    """Steps of Trainer ("hf") with packed rows or SFTTrainer ("trl") with padded ones under `sp_size`, beside those without us, with an
-    attention function that parts documents."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-
-    deepspeed_of(here)
-    if kind == "hf":
-        batch = packed(2)
-        rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
-        options = {"data_collator": Collated(), "remove_unused_columns": False}
-    else:
-        rows = [{"input_ids": random_tokens(1, length)[0].tolist()} for length in (9, 14, 11, 16)]
-        options = {"pad_to_multiple_of": 16}  # gloo gathers batches of one length alone
-
-    def trained(model):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        spread = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-        size = 1 if kind == "hf" else 2
-        trainer = make_trainer(
-            kind, model, folder, here.device, rows, per_device_train_batch_size=size, optim="sgd", learning_rate=0.1,
-            deepspeed=config_of(0, train_micro_batch_size_per_gpu=size),
-            parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=spread), **options,
-        )  # fmt: skip
-        trainer.train()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    before = {name: parameter.detach().clone() for name, parameter in model_on(here.own_device).named_parameters()}
-    with table_put_back() as table:
-        table["sdpa"] = by_positions
-        expected = trained(model_on(here.own_device))
-    with table_put_back(), as_on_a_gpu(here.qwen3):
-        model = here.qwen3.kernelize(model_on(here.own_device))
-        found = trained(model)
-        assert model.model.config._attn_implementation == "bastile"
-    for name, parameter in found.items():
-        assert_close(parameter - before[name], expected[name] - before[name], torch.float32, name, 40 * FACTOR[here.device])
-
-
-def check_context_parallel(here):
-    """Its zig-zag positions are no documents. torch puts its own function in SDPA's place for as long as the context lasts."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    device = here.own_device
-    choice = sys.modules[f"{here.qwen3.__name__}.shared.hf.attention.attention_choice"]
-    with as_on_a_gpu(here.qwen3):
-        model = here.qwen3.kernelize(model_on(device))
-        for name in ("sdpa", "bastile"):  # by default, and by name
-            if name == "bastile":
-                model.set_attn_implementation(name)
-            choice.choose_attention(model.model)
-            assert model.model.config._attn_implementation == "bastile"
-            shards = {"buffers": [torch.arange(8, device=device)], "buffer_seq_dims": [0]}
-            with warnings.catch_warnings(record=True) as said, context_parallel(here.mesh, **shards):
-                warnings.simplefilter("always")
-                choice.choose_attention(model.model)
-                assert model.model.config._attn_implementation == "sdpa"
-                rows = {row.part: row.reason for row in here.qwen3.explain(model).rows}
-            assert len([each for each in said if "context_parallel spreads attention" in str(each.message)]) == 1
-            assert "context_parallel spreads attention" in rows["attention"] and "sp_size" in rows["attention"]
-            choice.choose_attention(model.model)
-            assert model.model.config._attn_implementation == "bastile"
 
 
 ORDERS = pytest.mark.parametrize("order", ("before", "after", "after a step"))
@@ -477,25 +349,5 @@ def test_ulysses_around_what_is_not_ours(ranks, qwen3_5_folder):
     ranks.run(check_left_to_deepspeed, qwen3_5_folder)
 
 
-@pytest.mark.integration("accelerate: a row over several processes (sp_size)")
-@pytest.mark.parametrize("name", ("sdpa", "bastile"))
-def test_ulysses_by_accelerate(ranks, name):
-    ranks.run(check_accelerate, name)
-
-
-@pytest.mark.integration("Trainer: a packed row over several processes (sp_size)")
-def test_ulysses_by_trainer(ranks, tmp_path):
-    ranks.run(check_trainer, str(tmp_path), "hf")
-
-
-@pytest.mark.integration("SFTTrainer: padded rows over several processes (sp_size)")
-def test_ulysses_by_sft_trainer(ranks, tmp_path):
-    ranks.run(check_trainer, str(tmp_path), "trl")
-
-
 def test_ulysses_compiled(ranks):
     ranks.run(check_compiled)
-
-
-def test_context_parallel(ranks):
-    ranks.run(check_context_parallel)
