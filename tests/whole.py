@@ -237,7 +237,7 @@ GROUPS = (
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
             "test_moe_models.py": "torch_compile",
-            "test_optimizer.py": "what_happens_between_steps_is_noticed",
+            "test_optimizer_steps.py": "what_happens_between_steps_is_noticed",
             "test_autocast.py": "forward_and_backward_on_either_side_of_autocast",
             "test_alignment.py": "odd_addresses_in_groups_that_are_cut",
             "families/test_families.py": "gradient_checkpointing adapters_of_experts_and_routers made_again_in_the_backward_pass",
