@@ -300,7 +300,7 @@ GROUPS = (
             "publishing/test_kernels_command.py": "what_is_locked_and_downloaded_loads_without_a_network",
             "publishing/test_publish.py": "a_killed_upload_is_finished_by_running_it_again",
             "test_texts.py": "a_made_up_release",
-            "test_liger_back_end.py": "chosen_by_the_environment",
+            "test_liger_dispatcher.py": "chosen_by_the_environment",
             "test_trl.py": "imports_that_come_later",
         },
     ),
@@ -331,7 +331,8 @@ GROUPS = (
             "publishing/test_hub.py": "what_a_machine_says_of_its_network_does_not_reach_the_tests",
             "test_faults.py": "at_the_end_of_the_interpreter_nothing_is_printed",
             "test_sanitizer.py": "the_tests_for_a_gpu_need_no_compiler",
-            "test_liger_back_end.py": "the_environment_alone_is_refused_by_liger where_liger_is_wrong",
+            "test_liger_back_end.py": "where_liger_is_wrong",
+            "test_liger_dispatcher.py": "the_environment_alone_is_refused_by_liger",
         },
     ),
     Group(
