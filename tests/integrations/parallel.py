@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.integrations.common import FACTOR, FAMILIES, GPU_SIZES, batch, family_on, install, model_on
-from tests.integrations.ranks import WORLD
+from tests.integrations.ranks import WORLD, in_each_process
 from tests.integrations.sharding import (
     HOWS,
     LENGTH,
@@ -27,18 +27,6 @@ from tests.integrations.sharding import (
 from tests.models import Step, tiny_gpt_oss, tiny_qwen3_5, tiny_qwen3_moe
 from tests.tolerances import assert_close
 from tests.versions import set_checkpointing
-
-# ---------------------------------------------------------------- what runs in each process
-
-
-def check_ddp(here, how, options, checkpointing):
-    model = install(here.qwen3, model_on(here.own_device), how)
-    if checkpointing:
-        set_checkpointing(model, use_reentrant=checkpointing == "reentrant")
-        model.config.use_cache = False
-    parallel = ddp(here, model, **options)
-    call = functools.partial(assert_fused, here, parallel)
-    assert_same_step(here, parallel, model_on(here.own_device), call, "module.", steps=2)
 
 
 def check_accumulation(here, how, sharded):
@@ -69,7 +57,7 @@ def check_lora(here, how, sharded):
         shard(here, parallel.get_base_model())
     else:
         parallel = ddp(here, parallel)
-    assert_same_step(here, parallel, plain, within="module.")
+    assert_same_step(here, parallel, plain, within="module.", logits=sharded)
 
 
 def fsdp1(here, model, units="layers", flat=False, policy=None):
@@ -168,48 +156,6 @@ def check_kind_of_family(here, folder, name, *args):
     check_kind(here, *args, build=build, dense=name not in OTHERS)
 
 
-def check_fsdp_plan(here, folder, how):
-    """transformers' own sharding: the layers, the embeddings, and the last norm with the head."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(here.own_device).train()
-    config = DistributedConfig(fsdp_size=WORLD)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).train()
-    model = install(here.qwen3, model, how)
-    assert_same_step(here, model, plain, functools.partial(assert_fused, here, model))
-
-
-def check_tensor_parallel(here, folder, how, training):
-    """from_pretrained(tp_plan="auto"): every process has all of the batch and half of each projection."""
-    from transformers import AutoModelForCausalLM
-
-    device = here.own_device
-    inputs = batch(device, ROWS, LENGTH)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train(training)
-    if how == "apply before":
-        here.qwen3.apply()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto").train(training)
-    # transformers up to 5.17 gives norms no forward of the plan.
-    of_plan = any("forward" in vars(module) for module in model.modules() if "RMSNorm" in type(module).__name__)
-    if how != "apply before":
-        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward") if of_plan else contextlib.nullcontext():
-            install(here.qwen3, model, how)
-    expected = copy.deepcopy(plain)
-    if not training:
-        with torch.no_grad():
-            found = model(**inputs)
-            here.qwen3.reset()
-            assert_close(whole(found.logits), expected(**inputs).logits, torch.float32, "logits", FACTOR[here.device])
-        return
-    found = model(**inputs)
-    whole(found.loss).backward()
-    here.qwen3.reset()
-    step = Step(expected, **inputs)
-    assert_close(whole(found.loss), step.loss, torch.float32, "loss", FACTOR[here.device])
-    assert_gradients(gradients_of(model), step.gradients, here.device)
-
-
 def check_trainer(here, folder, fsdp):
     """The Trainer under DDP or a version of FSDP: losses and gradient norms of the plain model under the same. fsdp: the version, or 0."""
     from tests.integrations.trainers import run
@@ -229,9 +175,6 @@ def check_trainer(here, folder, fsdp):
         assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4)
 
 
-# ---------------------------------------------------------------- the tests
-
-
 @pytest.mark.integration("DDP: buckets as views, static graph, unused parameters, gradient checkpointing")
 @HOWS
 @pytest.mark.parametrize(
@@ -245,8 +188,15 @@ def check_trainer(here, folder, fsdp):
     ],
     ids=["plain", "views", "static, reentrant", "unused", "not reentrant"],
 )
-def test_ddp(ranks, how, options, checkpointing):
-    ranks.run(check_ddp, how, options, checkpointing)
+@in_each_process
+def test_ddp(here, how, options, checkpointing):
+    model = install(here.qwen3, model_on(here.own_device), how)
+    if checkpointing:
+        set_checkpointing(model, use_reentrant=checkpointing == "reentrant")
+        model.config.use_cache = False
+    parallel = ddp(here, model, **options)
+    call = functools.partial(assert_fused, here, parallel)
+    assert_same_step(here, parallel, model_on(here.own_device), call, "module.", steps=2)
 
 
 @pytest.mark.integration("DDP: gradient accumulation under no_sync()")
@@ -315,14 +265,50 @@ def checkpoint(tmp_path_factory, device_type):
 @pytest.mark.integration("transformers: tensor parallelism (tp_plan)")
 @pytest.mark.parametrize("how", ["apply before", "apply", "kernelize", "pack"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_tensor_parallelism(ranks, checkpoint, how, training):
-    ranks.run(check_tensor_parallel, checkpoint, how, training)
+@in_each_process
+def test_tensor_parallelism(here, checkpoint, how, training):
+    """from_pretrained(tp_plan="auto"): every process has all of the batch and half of each projection."""
+    from transformers import AutoModelForCausalLM
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device).train(training)
+    if how == "apply before":
+        here.qwen3.apply()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, tp_plan="auto").train(training)
+    # transformers up to 5.17 gives norms no forward of the plan.
+    of_plan = any("forward" in vars(module) for module in model.modules() if "RMSNorm" in type(module).__name__)
+    if how != "apply before":
+        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward") if of_plan else contextlib.nullcontext():
+            install(here.qwen3, model, how)
+    expected = copy.deepcopy(plain)
+    if not training:
+        with torch.no_grad():
+            found = model(**inputs)
+            here.qwen3.reset()
+            assert_close(whole(found.logits), expected(**inputs).logits, torch.float32, "logits", FACTOR[here.device])
+        return
+    found = model(**inputs)
+    whole(found.loss).backward()
+    here.qwen3.reset()
+    step = Step(expected, **inputs)
+    assert_close(whole(found.loss), step.loss, torch.float32, "loss", FACTOR[here.device])
+    assert_gradients(gradients_of(model), step.gradients, here.device)
 
 
 @pytest.mark.integration("transformers: FSDP2 plan (distributed_config)")
 @HOWS
-def test_fsdp_plan_of_transformers(ranks, checkpoint, how):
-    ranks.run(check_fsdp_plan, checkpoint, how)
+@in_each_process
+def test_fsdp_plan_of_transformers(here, checkpoint, how):
+    """transformers' own sharding: the layers, the embeddings, and the last norm with the head."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(here.own_device).train()
+    config = DistributedConfig(fsdp_size=WORLD)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, distributed_config=config).train()
+    model = install(here.qwen3, model, how)
+    assert_same_step(here, model, plain, functools.partial(assert_fused, here, model))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ They are started once for many tests and run checks by their names.
 """
 
 import contextlib
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import socket
@@ -67,7 +69,7 @@ def _work(rank: int, world: int, device: str, package: Path, port: int, connecti
             dist.destroy_process_group()
             return
         try:
-            check = getattr(importlib.import_module(module), name)
+            check = inspect.unwrap(getattr(importlib.import_module(module), name))
             settle()
             check(here, *arguments)
             connection.send("")
@@ -133,3 +135,15 @@ class Ranks:
             for process in self.processes:
                 process.join(10)
         self.stop()
+
+
+def in_each_process(check):
+    """Makes a test of a check, which each process of the fixture `ranks` runs: with its `Rank`, and then the arguments of the test."""
+    first, *others = inspect.signature(check).parameters.values()
+
+    @functools.wraps(check)
+    def test(ranks, **given):
+        ranks.run(check, *(given[parameter.name] for parameter in others))
+
+    test.__signature__ = inspect.Signature([first.replace(name="ranks"), *others])  # what pytest gives it
+    return test

@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.common import FACTOR, family_on, model_on
 from tests.integrations.parallel import other_on
-from tests.integrations.ranks import Ranks
+from tests.integrations.ranks import Ranks, in_each_process
 from tests.integrations.sharding import package_of
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens
@@ -200,97 +200,6 @@ def check_ulysses(here, folder, case, order, checkpointing=None, keep_attention=
     assert_step(here, found, expected)
 
 
-def check_bounds(here):
-    """cu_seq_lens_q are those of whole rows; what contradicts them is refused."""
-    device, batch = begin(here, packed())
-    expected = expected_of(model_on(device), batch)
-    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    with spread(here):
-        model = register(here, here.qwen3.kernelize(model_on(device)))
-        assert_step(here, step(model, {**batch, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, part_of(here)), expected)
-        with pytest.raises(ValueError, match="start documents at different tokens"):
-            step(model, {**batch, "cu_seq_lens_q": bounds[[0, 2, 3]]}, part_of(here))
-        with pytest.raises(ValueError, match="position_ids are missing"):
-            step(model, {"input_ids": batch["input_ids"]}, part_of(here))
-        mask = torch.ones_like(batch["input_ids"])
-        mask[:, 4] = 0  # within the first document
-        with pytest.raises(ValueError, match="padding within a document"):
-            step(model, {**batch, "attention_mask": mask}, part_of(here))
-
-
-def check_evaluation(here):
-    """With disable_in_eval, which is how accelerate registers it, each process evaluates rows of its own."""
-    device, batch = begin(here, padded())
-    expected = step(model_on(device).eval(), batch, slice(None), False)[0]
-    with spread(here):
-        model = register(here, here.qwen3.kernelize(model_on(device).eval()), rows=2, disable_in_eval=True)
-        assert_close(step(model, batch, slice(None), False)[0], expected, torch.float32, "logits", 2 * FACTOR[here.device])
-
-
-def check_left_to_deepspeed(here, folder):
-    """A function of the user's own under Ulysses is called; delta nets and dropout keep attention from being ours, and that is said."""
-    device, batch = begin(here, packed())
-    expected = expected_of(model_on(device), batch)
-    with spread(here) as table:
-        table["sdpa"] = by_positions
-        model = register(here, here.qwen3.kernelize(model_on(device)))
-        assert_step(here, step(model, batch, part_of(here)), expected)
-        assert model.model.config._attn_implementation == "sdpa"
-        reasons = {row.part: row.reason for row in here.qwen3.explain(model).rows}
-        assert "by_positions" in reasons["attention"] and PART not in reasons
-    with spread(here), pytest.warns(RuntimeWarning, match="with dropout"):
-        model = here.qwen3.kernelize(model_on(device, attention_dropout=0.5))
-        step(register(here, model), batch, part_of(here))
-    here = package_of(here, folder)
-    with spread(here):
-        model = register(here, here.qwen3.kernelize(other_on("qwen3_5", device)))
-        with pytest.warns(RuntimeWarning, match="layers of kind linear_attention"):
-            step(model, batch, part_of(here), False)
-        assert model.model.config._attn_implementation == "sdpa"
-        assert "linear_attention" in {row.part: row.reason for row in here.qwen3.explain(model).rows}["attention"]
-        model.set_attn_implementation("bastile")
-    with spread(here):
-        register(here, model, "bastile")
-        with pytest.raises(ValueError, match="around attn_implementation='bastile', which this model cannot have"):
-            step(model, batch, part_of(here), False)
-
-
-def check_bf16(here):
-    """bf16, which the kernels take on a GPU: beside attention of ours in one process, no farther from it than rounding."""
-    lengths = [40 * n for n in LENGTHS]
-    batch = {"input_ids": random_tokens(1, sum(lengths)), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    (device, batch), part = begin(here, batch), part_of(here, sum(lengths))
-    with spread(here):
-        expected = step(here.qwen3.kernelize(model_on(device, torch.bfloat16)), batch, slice(None))
-        found = step(register(here, here.qwen3.kernelize(model_on(device, torch.bfloat16))), batch, part)
-    assert_close(found[0], expected[0][:, part], torch.bfloat16, "logits", 2)
-    for name, gradient in found[1].items():
-        summed = gradient.float()
-        torch.distributed.all_reduce(summed)
-        assert_close(summed.to(gradient.dtype), expected[1][name], torch.bfloat16, name, 4)
-
-
-def check_compiled(here):
-    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
-    device, batch = begin(here, packed())
-    for name in ("sdpa", "bastile"):
-        with spread(here):
-            torch._dynamo.reset()
-            model = here.qwen3.kernelize(model_on(device))
-            if name == "bastile":
-                model.set_attn_implementation(name)
-            compiled = torch.compile(register(here, model, name), backend="eager")
-            if name == "bastile":
-                with pytest.raises(ValueError, match="DeepSpeed"):
-                    step(compiled, batch, part_of(here), False)
-            else:
-                with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
-                    step(compiled, batch, part_of(here), False)
-
-
-ORDERS = pytest.mark.parametrize("order", ("before", "after", "after a step"))
-
-
 @pytest.fixture(scope="module")
 def four_ranks(device_type, package_folder):
     if device_type == "cuda" and torch.cuda.device_count() < 4:
@@ -310,7 +219,7 @@ def test_ulysses(request, ranks, case):
     run(request, ranks, case, "after")
 
 
-@ORDERS
+@pytest.mark.parametrize("order", ("before", "after a step"))
 @pytest.mark.parametrize("case", ("llama", "qwen3, by name"))
 def test_ulysses_in_any_order(request, ranks, case, order):
     run(request, ranks, case, order)
@@ -333,21 +242,94 @@ def test_ulysses_over_four(request, four_ranks, case):
     run(request, four_ranks, case, "after")
 
 
-def test_ulysses_in_bf16(ranks):
-    ranks.run(check_bf16)
+@in_each_process
+def test_ulysses_in_bf16(here):
+    """bf16, which the kernels take on a GPU: beside attention of ours in one process, no farther from it than rounding."""
+    lengths = [40 * n for n in LENGTHS]
+    batch = {"input_ids": random_tokens(1, sum(lengths)), "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    (device, batch), part = begin(here, batch), part_of(here, sum(lengths))
+    with spread(here):
+        expected = step(here.qwen3.kernelize(model_on(device, torch.bfloat16)), batch, slice(None))
+        found = step(register(here, here.qwen3.kernelize(model_on(device, torch.bfloat16))), batch, part)
+    assert_close(found[0], expected[0][:, part], torch.bfloat16, "logits", 2)
+    for name, gradient in found[1].items():
+        summed = gradient.float()
+        torch.distributed.all_reduce(summed)
+        assert_close(summed.to(gradient.dtype), expected[1][name], torch.bfloat16, name, 4)
 
 
-def test_ulysses_with_bounds(ranks):
-    ranks.run(check_bounds)
+@in_each_process
+def test_ulysses_with_bounds(here):
+    """cu_seq_lens_q are those of whole rows; what contradicts them is refused."""
+    device, batch = begin(here, packed())
+    expected = expected_of(model_on(device), batch)
+    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    with spread(here):
+        model = register(here, here.qwen3.kernelize(model_on(device)))
+        assert_step(here, step(model, {**batch, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, part_of(here)), expected)
+        with pytest.raises(ValueError, match="start documents at different tokens"):
+            step(model, {**batch, "cu_seq_lens_q": bounds[[0, 2, 3]]}, part_of(here))
+        with pytest.raises(ValueError, match="position_ids are missing"):
+            step(model, {"input_ids": batch["input_ids"]}, part_of(here))
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, 4] = 0  # within the first document
+        with pytest.raises(ValueError, match="padding within a document"):
+            step(model, {**batch, "attention_mask": mask}, part_of(here))
 
 
-def test_ulysses_while_evaluating(ranks):
-    ranks.run(check_evaluation)
+@in_each_process
+def test_ulysses_while_evaluating(here):
+    """With disable_in_eval, which is how accelerate registers it, each process evaluates rows of its own."""
+    device, batch = begin(here, padded())
+    expected = step(model_on(device).eval(), batch, slice(None), False)[0]
+    with spread(here):
+        model = register(here, here.qwen3.kernelize(model_on(device).eval()), rows=2, disable_in_eval=True)
+        assert_close(step(model, batch, slice(None), False)[0], expected, torch.float32, "logits", 2 * FACTOR[here.device])
 
 
-def test_ulysses_around_what_is_not_ours(ranks, qwen3_5_folder):
-    ranks.run(check_left_to_deepspeed, qwen3_5_folder)
+@in_each_process
+def test_ulysses_around_what_is_not_ours(here, qwen3_5_folder):
+    """A function of the user's own under Ulysses is called; delta nets and dropout keep attention from being ours, and that is said."""
+    device, batch = begin(here, packed())
+    expected = expected_of(model_on(device), batch)
+    with spread(here) as table:
+        table["sdpa"] = by_positions
+        model = register(here, here.qwen3.kernelize(model_on(device)))
+        assert_step(here, step(model, batch, part_of(here)), expected)
+        assert model.model.config._attn_implementation == "sdpa"
+        reasons = {row.part: row.reason for row in here.qwen3.explain(model).rows}
+        assert "by_positions" in reasons["attention"] and PART not in reasons
+    with spread(here), pytest.warns(RuntimeWarning, match="with dropout"):
+        model = here.qwen3.kernelize(model_on(device, attention_dropout=0.5))
+        step(register(here, model), batch, part_of(here))
+    here = package_of(here, qwen3_5_folder)
+    with spread(here):
+        model = register(here, here.qwen3.kernelize(other_on("qwen3_5", device)))
+        with pytest.warns(RuntimeWarning, match="layers of kind linear_attention"):
+            step(model, batch, part_of(here), False)
+        assert model.model.config._attn_implementation == "sdpa"
+        assert "linear_attention" in {row.part: row.reason for row in here.qwen3.explain(model).rows}["attention"]
+        model.set_attn_implementation("bastile")
+    with spread(here):
+        register(here, model, "bastile")
+        with pytest.raises(ValueError, match="around attn_implementation='bastile', which this model cannot have"):
+            step(model, batch, part_of(here), False)
 
 
-def test_ulysses_compiled(ranks):
-    ranks.run(check_compiled)
+@in_each_process
+def test_ulysses_compiled(here):
+    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
+    device, batch = begin(here, packed())
+    for name in ("sdpa", "bastile"):
+        with spread(here):
+            torch._dynamo.reset()
+            model = here.qwen3.kernelize(model_on(device))
+            if name == "bastile":
+                model.set_attn_implementation(name)
+            compiled = torch.compile(register(here, model, name), backend="eager")
+            if name == "bastile":
+                with pytest.raises(ValueError, match="DeepSpeed"):
+                    step(compiled, batch, part_of(here), False)
+            else:
+                with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
+                    step(compiled, batch, part_of(here), False)

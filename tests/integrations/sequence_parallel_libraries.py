@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.integrations.common import FACTOR, model_on
+from tests.integrations.ranks import in_each_process
 from tests.integrations.sequence_parallel import TOKENS, as_on_a_gpu, begin, by_positions, packed, part_of, spread, table_put_back
 from tests.integrations.trainers import make_trainer
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
@@ -54,7 +55,18 @@ def prepare(here, model, name):
             del os.environ[name]
 
 
-def check_accelerate(here, name):
+class Collated:
+    """Packed rows as the batches of a DataLoader, each with the labels of its tokens."""
+
+    def __call__(self, rows):
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
+
+
+@pytest.mark.integration("accelerate: a row over several processes (sp_size)")
+@pytest.mark.parametrize("name", ("sdpa", "bastile"))
+@in_each_process
+def test_ulysses_by_accelerate(here, name):
     """accelerate's `sp_size`: its engine, with the loss of each process's labels, which are shifted in whole rows."""
     device, batch = begin(here, packed())
     labels = torch.nn.functional.pad(batch["input_ids"], (0, 1), value=-100)[:, 1:].clone()
@@ -75,15 +87,15 @@ def check_accelerate(here, name):
             assert_close(full(parameter), whole.get_parameter(name).grad, torch.float32, name, 4 * FACTOR[here.device])
 
 
-class Collated:
-    """Packed rows as the batches of a DataLoader, each with the labels of its tokens."""
-
-    def __call__(self, rows):
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
-        return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)}
-
-
-def check_trainer(here, folder, kind):
+@pytest.mark.parametrize(
+    "kind",
+    (
+        pytest.param("hf", marks=pytest.mark.integration("Trainer: a packed row over several processes (sp_size)")),
+        pytest.param("trl", marks=pytest.mark.integration("SFTTrainer: padded rows over several processes (sp_size)")),
+    ),
+)
+@in_each_process
+def test_ulysses_by_a_trainer(here, tmp_path, kind):
     """Steps of Trainer ("hf") with packed rows or SFTTrainer ("trl") with padded ones under `sp_size`, beside those without us, with an
     attention function that parts documents."""
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -103,7 +115,7 @@ def check_trainer(here, folder, kind):
         size = 1 if kind == "hf" else 2
         parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=here.world, sp_handler=handler)
         trainer = make_trainer(
-            kind, model, folder, here.device, rows, per_device_train_batch_size=size, optim="sgd", learning_rate=0.1,
+            kind, model, tmp_path, here.device, rows, per_device_train_batch_size=size, optim="sgd", learning_rate=0.1,
             deepspeed=config_of(0, train_micro_batch_size_per_gpu=size), parallelism_config=parallelism, **options,
         )  # fmt: skip
         trainer.train()
@@ -121,7 +133,8 @@ def check_trainer(here, folder, kind):
         assert_close(parameter - before[name], expected[name] - before[name], torch.float32, name, 40 * FACTOR[here.device])
 
 
-def check_context_parallel(here):
+@in_each_process
+def test_context_parallel(here):
     """Its zig-zag positions are no documents. torch puts its own function in SDPA's place for as long as the context lasts."""
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -144,24 +157,3 @@ def check_context_parallel(here):
             assert "context_parallel spreads attention" in rows["attention"] and "sp_size" in rows["attention"]
             choice.choose_attention(model.model)
             assert model.model.config._attn_implementation == "bastile"
-
-
-@pytest.mark.integration("accelerate: a row over several processes (sp_size)")
-@pytest.mark.parametrize("name", ("sdpa", "bastile"))
-def test_ulysses_by_accelerate(ranks, name):
-    ranks.run(check_accelerate, name)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    (
-        pytest.param("hf", marks=pytest.mark.integration("Trainer: a packed row over several processes (sp_size)")),
-        pytest.param("trl", marks=pytest.mark.integration("SFTTrainer: padded rows over several processes (sp_size)")),
-    ),
-)
-def test_ulysses_by_a_trainer(ranks, tmp_path, kind):
-    ranks.run(check_trainer, str(tmp_path), kind)
-
-
-def test_context_parallel(ranks):
-    ranks.run(check_context_parallel)

@@ -94,12 +94,15 @@ def package_of(here, folder):
     return dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
 
 
-def assert_same_step(here, model, plain, call=None, within="", steps=1):
+def assert_same_step(here, model, plain, call=None, within="", steps=1, factor=1.0, logits=False):
     """Each process has half of a batch: the gradients are those of the plain model with all of it. Engines take the mean of the gradients,
-    so the sums are twice that. call: of the model, which may do more than call it; steps: the second one finds what the first has left."""
+    so the sums are twice that. call: of the model, which may do more than call it; steps: the second one finds what the first has left;
+    logits: whether the loss is made of them, as with an adapter on the head."""
     inputs = batch(here.own_device, ROWS, LENGTH)
     expected = Step(plain, **inputs)
     for _ in range(steps):
         model.zero_grad()
-        (2 * (call or model)(**rows_of(inputs, here.rank)).loss).backward()
-        assert_gradients(gradients_of(model, within), expected.gradients, here.device)
+        output = (call or model)(**rows_of(inputs, here.rank))
+        assert logits or output.logits is None  # also where the head is a unit of its own
+        (2 * output.loss).backward()
+        assert_gradients(gradients_of(model, within), expected.gradients, here.device, factor)

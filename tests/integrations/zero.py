@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.integrations.common import FACTOR, WAYS, batch, install, model_on
-from tests.integrations.ranks import WORLD
+from tests.integrations.ranks import WORLD, in_each_process
 from tests.integrations.sharding import LENGTH, ROWS, assert_fused, assert_gradients, rows_of
 from tests.models import Step
 from tests.tolerances import assert_close
@@ -75,9 +75,6 @@ def run(here, engine, fused, **inputs):
     return assert_fused(here, engine, **inputs) if fused else engine(**inputs)
 
 
-# ---------------------------------------------------------------- what runs in each process
-
-
 def check_gradients(here, how, stage, leaf, changes, checkpointing, adapted=False):
     """Each process has half of the batch. DeepSpeed takes the mean of the gradients, so the sums are twice that."""
     from tests.integrations.adapters import PROJECTIONS, lora
@@ -110,59 +107,6 @@ def check_gradients(here, how, stage, leaf, changes, checkpointing, adapted=Fals
         assert all(p.numel() == 0 for p in model.parameters()), "the weights were never sharded"
 
 
-def check_options_of_the_loss(here, stage):
-    """What the loss returns beside itself passes through the hooks of the head."""
-    device = here.own_device
-    mine = rows_of(batch(device, ROWS, LENGTH), here.rank)
-    options = {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 1e-3}
-    expected = here.qwen3.kernelize(model_on(device))(**mine, **options)
-    found = shard(here, here.qwen3.kernelize(model_on(device)), stage)(**mine, **options)
-    assert found.logits is None
-    for name in ("loss", "z_loss", "token_accuracy"):
-        assert_close(found[name], expected[name], torch.float32, name, FACTOR[here.device])
-
-
-def check_training(here, folder, how, stage, leaf):
-    """Three steps with clipping; then logits, the model written and read again, and DeepSpeed's own checkpoint."""
-    from transformers import AutoModelForCausalLM
-
-    device = here.own_device
-    inputs = batch(device, ROWS, LENGTH)
-    mine = rows_of(inputs, here.rank)
-    plain = model_on(device)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
-    for _ in range(3):
-        plain(**inputs).loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = plain.eval()(input_ids=inputs["input_ids"]).logits
-
-    def assert_trained(logits, what):
-        assert_close(logits, expected, torch.float32, what, 1000 * FACTOR[here.device])
-
-    engine = shard(here, install(here.qwen3, model_on(device), how), stage, leaf, gradient_clipping=1.0)
-    for _ in range(3):
-        engine.backward(2 * engine(**mine).loss)
-        engine.step()
-    with torch.no_grad():
-        engine.eval()
-        assert_trained(engine(input_ids=inputs["input_ids"]).logits, "logits")
-    state = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
-    engine.save_checkpoint(f"{folder}/checkpoint")
-    if here.rank == 0:
-        engine.module.save_pretrained(f"{folder}/model", state_dict=state)
-    torch.distributed.barrier()
-    read = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).to(device).eval()
-    with torch.no_grad():
-        assert_trained(read(input_ids=inputs["input_ids"]).logits, "logits of the written model")
-    other = shard(here, install(here.qwen3, model_on(device), how), stage, leaf)
-    assert other.load_checkpoint(f"{folder}/checkpoint")[0]
-    with torch.no_grad():
-        other.eval()
-        assert_trained(other(input_ids=inputs["input_ids"]).logits, "logits of the checkpoint")
-
-
 def check_made_sharded(here, folder, how):
     """from_pretrained under ZeRO-3 makes a model of which no process ever has all weights."""
     from transformers import AutoModelForCausalLM
@@ -183,48 +127,6 @@ def check_made_sharded(here, folder, how):
     assert output.logits is None
     engine.backward(2 * output.loss)
     assert_gradients(gradients_of(here, model), expected.gradients, here.device)
-
-
-def check_explanation(here, leaf):
-    model = here.qwen3.kernelize(model_on(here.own_device))
-    engine = shard(here, model, 3, leaf)
-    rows = {row.part: row for row in here.qwen3.explain(engine).rows}
-    assert rows["loss without logits"].fused
-    if leaf:
-        assert rows["o_proj"].fused and "decoder layer" not in rows
-    else:
-        assert "ZeRO-3" in rows["decoder layer"].reason and "set_z3_leaf_modules" in rows["decoder layer"].advice
-
-
-def check_trainer(here, folder, stage, leaf):
-    """The Trainer with a configuration of DeepSpeed: losses and gradient norms of the plain model under the same."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    from tests.integrations.trainers import run as train
-
-    deepspeed_of(here)
-    config = config_of(stage, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto")
-    if leaf:
-        config["zero_optimization"]["leaf_module"] = {"classes": ["transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer"]}
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "deepspeed": config}
-    before = dict(os.environ)
-    try:
-        runs = []
-        for ours in (False, True):
-            model = model_on(here.device)
-            runs.append(train("hf", install(here.qwen3, model) if ours else model, folder, here.device, evaluate=True, **options))
-            AcceleratorState._reset_state(reset_partial_state=True)
-    finally:
-        PartialState._reset_state()
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-    expected, found = runs
-    for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
-        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4)
-    assert found.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
-
-
-# ---------------------------------------------------------------- the tests
 
 
 @pytest.mark.integration("DeepSpeed: ZeRO-1, ZeRO-2, ZeRO-3")
@@ -262,14 +164,61 @@ def test_lora_under_zero(ranks, stage, leaf, adapted):
 
 @pytest.mark.integration("DeepSpeed: options of the loss")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_options_of_the_loss_under_zero(ranks, stage):
-    ranks.run(check_options_of_the_loss, stage)
+@in_each_process
+def test_options_of_the_loss_under_zero(here, stage):
+    """What the loss returns beside itself passes through the hooks of the head."""
+    device = here.own_device
+    mine = rows_of(batch(device, ROWS, LENGTH), here.rank)
+    options = {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 1e-3}
+    expected = here.qwen3.kernelize(model_on(device))(**mine, **options)
+    found = shard(here, here.qwen3.kernelize(model_on(device)), stage)(**mine, **options)
+    assert found.logits is None
+    for name in ("loss", "z_loss", "token_accuracy"):
+        assert_close(found[name], expected[name], torch.float32, name, FACTOR[here.device])
 
 
 @pytest.mark.integration("DeepSpeed: clipping, optimizer steps, checkpoints")
 @pytest.mark.parametrize(("stage", "leaf"), [ZERO_2, ZERO_3, ZERO_3_OF_LAYERS])
-def test_training_under_zero(ranks, stage, leaf, tmp_path):
-    ranks.run(check_training, str(tmp_path), "kernelize", stage, leaf)
+@in_each_process
+def test_training_under_zero(here, tmp_path, stage, leaf):
+    """Three steps with clipping; then logits, the model written and read again, and DeepSpeed's own checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    mine = rows_of(inputs, here.rank)
+    plain = model_on(device)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
+    for _ in range(3):
+        plain(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = plain.eval()(input_ids=inputs["input_ids"]).logits
+
+    def assert_trained(logits, what):
+        assert_close(logits, expected, torch.float32, what, 1000 * FACTOR[here.device])
+
+    engine = shard(here, install(here.qwen3, model_on(device)), stage, leaf, gradient_clipping=1.0)
+    for _ in range(3):
+        engine.backward(2 * engine(**mine).loss)
+        engine.step()
+    with torch.no_grad():
+        engine.eval()
+        assert_trained(engine(input_ids=inputs["input_ids"]).logits, "logits")
+    state = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
+    engine.save_checkpoint(f"{tmp_path}/checkpoint")
+    if here.rank == 0:
+        engine.module.save_pretrained(f"{tmp_path}/model", state_dict=state)
+    torch.distributed.barrier()
+    read = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/model", dtype=torch.float32).to(device).eval()
+    with torch.no_grad():
+        assert_trained(read(input_ids=inputs["input_ids"]).logits, "logits of the written model")
+    other = shard(here, install(here.qwen3, model_on(device)), stage, leaf)
+    assert other.load_checkpoint(f"{tmp_path}/checkpoint")[0]
+    with torch.no_grad():
+        other.eval()
+        assert_trained(other(input_ids=inputs["input_ids"]).logits, "logits of the checkpoint")
 
 
 @pytest.mark.integration("DeepSpeed: from_pretrained under ZeRO-3")
@@ -280,11 +229,44 @@ def test_a_model_made_sharded(ranks, device_type, how, tmp_path):
 
 
 @pytest.mark.parametrize("leaf", [False, True])
-def test_zero_3_is_explained(ranks, leaf):
-    ranks.run(check_explanation, leaf)
+@in_each_process
+def test_zero_3_is_explained(here, leaf):
+    model = here.qwen3.kernelize(model_on(here.own_device))
+    engine = shard(here, model, 3, leaf)
+    rows = {row.part: row for row in here.qwen3.explain(engine).rows}
+    assert rows["loss without logits"].fused
+    if leaf:
+        assert rows["o_proj"].fused and "decoder layer" not in rows
+    else:
+        assert "ZeRO-3" in rows["decoder layer"].reason and "set_z3_leaf_modules" in rows["decoder layer"].advice
 
 
 @pytest.mark.integration("Trainer: under DeepSpeed's ZeRO-1, ZeRO-2, ZeRO-3")
 @STAGES
-def test_trainer_under_zero(ranks, tmp_path, stage, leaf):
-    ranks.run(check_trainer, str(tmp_path), stage, leaf)
+@in_each_process
+def test_trainer_under_zero(here, tmp_path, stage, leaf):
+    """The Trainer with a configuration of DeepSpeed: losses and gradient norms of the plain model under the same."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    from tests.integrations.trainers import run as train
+
+    deepspeed_of(here)
+    config = config_of(stage, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto")
+    if leaf:
+        config["zero_optimization"]["leaf_module"] = {"classes": ["transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer"]}
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "deepspeed": config}
+    before = dict(os.environ)
+    try:
+        runs = []
+        for ours in (False, True):
+            model = model_on(here.device)
+            runs.append(train("hf", install(here.qwen3, model) if ours else model, tmp_path, here.device, evaluate=True, **options))
+            AcceleratorState._reset_state(reset_partial_state=True)
+    finally:
+        PartialState._reset_state()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+    expected, found = runs
+    for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
+        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4)
+    assert found.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
