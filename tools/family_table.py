@@ -33,11 +33,12 @@ def beside_llama(family: Any) -> str:
     elif family.rounds == "last":
         said.append("norms that round last")
     said += {"head": ["a norm of each head of q and k"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
-    said += ["packed gate and up"] if len(family.gate_up) == 1 else []
+    said += ["packed gate and up"] if family.gated and len(family.gate_up) == 1 else []
+    said += ["an MLP without a gate"] if not family.gated else []
     said += ["packed q, k and v"] if len(family.qkv) == 1 else []
     sparse = family.sparse
     said += [f"a router with experts{', and one more that every token goes to' if sparse.shared else ''}"] if sparse else []
-    said += ["GELU"] if family.activation == "gelu_tanh" else []
+    said += {"gelu_tanh": ["GELU"], "gelu": ["GELU"], "relu2": ["ReLU squared"]}.get(family.activation, [])
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models import Step, random_tokens
-from tests.own_file import FROM_A_FILE, source_of_other
+from tests.own_file import FROM_A_FILE, source_of_mine, source_of_other
 from tests.patched import calls_of
 
 WHOLE = {
@@ -82,6 +82,38 @@ def test_a_decoder_of_nobodys(decoders, mine, name):
     assert_same(all_of(twin), expected)
     decoders.reset()
     assert not any("forward" in vars(module) or any("facts" in key for key in vars(module)) for module in model.modules())
+
+
+@pytest.mark.parametrize("activation", ("relu2", "gelu", "gelu_pytorch_tanh", "silu", "gelu_new", "relu"))
+def test_an_mlp_without_a_gate(decoders, mine, activation):
+    """Of an activation that PyTorch has no one function for, the MLP is called."""
+    model = mine(source=source_of_mine("Arcee"), hidden_act=activation)
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    served = "norm, up_proj, down_proj" in fused(decoders, model)
+    assert served == (activation not in ("gelu_new", "relu")) and served != ("has the activation" in said(decoders, model))
+    assert_same(all_of(model), expected)
+
+
+UP = "self.down_proj(self.act_fn(self.up_proj(x)))"
+# Changes of Arcee's MLP: (old, new).
+CHANGED = {
+    "twice": (UP, "self.down_proj(self.act_fn(self.act_fn(self.up_proj(x))))"),
+    "a residual": (UP, "self.down_proj(self.act_fn(self.up_proj(x)) + self.up_proj(x))"),
+    "a factor": (UP, "self.down_proj(self.act_fn(2.0 * self.up_proj(x)))"),
+    "gated by itself": (UP, "self.down_proj(self.act_fn(self.up_proj(x)) * self.act_fn(self.up_proj(x)))"),
+    "nothing behind": (UP, "self.act_fn(self.down_proj(self.up_proj(x)))"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_changes_of_these_are_called(decoders, mine, change):
+    model = mine(CHANGED[change], source=source_of_mine("Arcee"))
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    assert "norm, up_proj, down_proj" not in fused(decoders, model)
+    assert any(row.part == "mlp" and not row.fused for row in rows_of(decoders, model)), said(decoders, model)
+    assert_same(all_of(model), expected, 10)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

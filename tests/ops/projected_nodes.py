@@ -39,12 +39,17 @@ def inputs(ops, eps, head_eps):
     return spec.Inputs(128, spec.Norm(eps), spec.Norm(head_eps))
 
 
-def outputs(ops, eps):
-    """Qwen3's description of what follows attention."""
+def outputs(ops, eps, alone=""):
+    """Qwen3's description of what follows attention. alone: the activation of an MLP without a gate."""
     spec = part_of(ops, "spec")
-    return spec.Outputs(before=spec.Norm(eps))
+    found = spec.Outputs(before=spec.Norm(eps))
+    return found._replace(activation=alone, gated=False) if alone else found
 
 
+ALONE = {
+    "relu2": lambda a: a.clamp_min(0) ** 2, "silu": lambda a: a * a.sigmoid(), "gelu": lambda a: a * torch.special.ndtr(a),
+    "gelu_tanh": lambda a: a * torch.sigmoid((8 / torch.pi) ** 0.5 * (a + 0.044715 * a**3)),
+}  # fmt: skip
 EIGHTS = (0, 40, 24, 8)  # ranks whose gradients a kernel makes
 
 
@@ -104,12 +109,12 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
 
 
 def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
-                        biases=False, tile=0, tokens=3):
-    """frozen: only the adapters of the projection to `down` need gradients."""
+                        biases=False, tile=0, tokens=3, alone=""):
+    """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
+    shapes = [(1024, 64)] * attended + [(inner, 1024)] * (1 if alone else 2) + [(1024, inner)]
     projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
@@ -119,15 +124,16 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5), before, dtype=BF16, recompute=recompute, tile=tile)
+    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5, alone), before, dtype=BF16, recompute=recompute, tile=tile)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
     torch.manual_seed(3)
     total = x64 + projected(before64, projections64[0]) if attended else x64
     normed = rms_norm_exact(total, norm64, 0.5)
-    gate, up = (projected(normed, projection) for projection in projections64[-3:-1])
-    y64 = total + projected(torch.nn.functional.silu(gate) * up, projections64[-1])
+    gate, *up = (projected(normed, projection) for projection in projections64[attended:-1])
+    hidden = ALONE[alone](gate) if alone else torch.nn.functional.silu(gate) * up[0]
+    y64 = total + projected(hidden, projections64[-1])
     y64.backward(dy.double())
     assert y.dtype == kind
     assert_close(y, y64, BF16, "norm and projected MLP", 2)
@@ -156,6 +162,12 @@ CHECKS = {
     "projected_inputs_biases_packed": functools.partial(check_projected_attention_inputs, packed=True, biases=True, as_attention=True),
     "projected_inputs_biases_autocast": functools.partial(check_projected_attention_inputs, autocast=True, biases=True),
     "projected_mlp": check_projected_mlp,
+    **{f"mlp_{name}": functools.partial(check_projected_mlp, attended=True, alone=name) for name in ALONE},
+    "mlp_relu2_biases": functools.partial(check_projected_mlp, biases=True, alone="relu2"),
+    "mlp_relu2_again": functools.partial(check_projected_mlp, autocast=True, recompute=True, alone="relu2"),
+    "mlp_silu_frozen": functools.partial(check_projected_mlp, frozen=True, alone="silu"),
+    "mlp_relu2_dropout": functools.partial(check_projected_mlp, attended=True, dropout=0.25, alone="relu2"),
+    "mlp_relu2_tiles": functools.partial(check_projected_mlp, attended=True, alone="relu2", **TILES),
     "projected_mlp_biases": functools.partial(check_projected_mlp, attended=True, biases=True),
     "projected_mlp_biases_again": functools.partial(check_projected_mlp, biases=True, recompute=True),
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
@@ -175,7 +187,7 @@ CHECKS = {
     "projected_mlp_tiles_dropout": functools.partial(check_projected_mlp, attended=True, dropout=0.25, **TILES),  # which is ignored
 }
 PROJECTIONS, NODES, STEPS = "shared/decoder/projections.py", "shared/decoder/nodes.py", "shared/decoder/steps.py"
-MLP_STEPS = "shared/decoder/mlp_steps.py"
+MLP_STEPS, ACTIVATION = "shared/decoder/mlp_steps.py", "shared/decoder/activation.py"
 MUTANTS = [
     *generated(PROJECTIONS, "projected_mlp or projected_inputs or projected_mlp_packed",
                "Projections._of_adapter Projections._products of_second_half"),
@@ -274,8 +286,16 @@ MUTANTS = [
     *errors_in(MLP_STEPS, "projected_mlp_frozen", "_inner_backward",
          ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_hidden_of",
-         ("gate, up = _gate_and_up", "up, gate = _gate_and_up"),
+         ("gate, up = gate_and_up", "up, gate = gate_and_up"),
          ("groups.down.begin(hidden)", "groups.down.begin(2 * hidden)", "projected_mlp_tiles_packed")),
+    *errors_in(ACTIVATION, "mlp_relu2", "activated", ("positive * positive", "positive"), ("torch.relu(gate)", "gate")),
+    *errors_in(ACTIVATION, "mlp_relu2", "activated_backward",
+         (".mul_(2)", ""),
+         ("positive.mul_(positive)", "positive"),
+         ("torch.relu(gate)", "gate"),
+         ("silu_backward(dout, gate)", "silu_backward(dout, -gate)", "mlp_silu"),
+         ("gelu_backward(dout, gate", "gelu_backward(dout, -gate", "mlp_gelu")),
+    *errors_in(ACTIVATION, "mlp_relu2", "gated_backward_in_place", ("dout.copy_(hidden)", "pass")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_start", ("MLPSaved(total, o,", "MLPSaved(2 * total, o,")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_finish",
          ("onto=total[rows]", "onto=0 * total[rows]"),
@@ -290,6 +310,6 @@ MUTANTS = [
          ("saved.rstd[rows]", "saved.rstd[: rows.stop - rows.start]"),
          ("normed_again(spec.before, total[rows]", "normed_again(spec.before, total[: rows.stop - rows.start]")),
     *errors_in(MLP_STEPS, "projected_mlp", "mlp_backward",
-         ("gate, up = _gate_and_up(inner.again(", "up, gate = _gate_and_up(inner.again(", "projected_mlp_again"),
+         ("gate, up = gate_and_up(inner.again(", "up, gate = gate_and_up(inner.again(", "projected_mlp_again"),
          ("normed = always(normed())", "normed = always(total.to(dtype))", "projected_mlp_again")),
 ]  # fmt: skip

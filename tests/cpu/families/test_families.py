@@ -33,6 +33,7 @@ from tests.tolerances import assert_close, relative_error
 
 ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
+OTHER_PARTS = ("arcee",)  # an MLP without a gate
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
 EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
 UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
@@ -55,7 +56,7 @@ def of_families(*names, kernels=FEW):
 CALLED_PARTS = {"norm_mlp": {"mlp"}, "norm_attention_inputs": {"self_attn"}}  # of a layer that lacks a node
 
 
-@of_families(*ALL, kernels=(*FEW, *SPARSE))
+@of_families(*ALL, kernels=(*FEW, *SPARSE, *OTHER_PARTS))
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
@@ -76,7 +77,7 @@ def without_few_numbers(step):
     return step
 
 
-@of_families(*ALL, kernels=("llama",))
+@of_families(*ALL, kernels=("llama", *OTHER_PARTS))
 def test_half_precision_is_as_exact_as_before(package, calls, name):
     model = tiny(name, torch.bfloat16, attn_implementation="eager", **TO_ALL.get(name, {}))
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
@@ -133,7 +134,7 @@ def assert_err_no_more(found, before, exact):
         assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "olmo2", *SPARSE)
+@of_families(*FEW, "gemma3_text", "glm4", "olmo2", *SPARSE, *OTHER_PARTS)
 def test_autocast(package, calls, name):
     model = tiny(name, **TO_ALL.get(name, {}))
     exact = steps_of_batches(model)
@@ -148,7 +149,7 @@ def test_autocast(package, calls, name):
 
 
 @pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
-@of_families(*FEW, "phi3", *SPARSE)
+@of_families(*FEW, "phi3", *SPARSE, *OTHER_PARTS)
 def test_lora(package, calls, name, options):
     from peft import LoraConfig, get_peft_model
 
@@ -181,7 +182,7 @@ def test_adapters_of_experts_and_routers(package, calls, name, router):
 
 
 @pytest.mark.parametrize("keep_attention", (False, True))
-@of_families(*FEW, *SPARSE)
+@of_families(*FEW, *SPARSE, *OTHER_PARTS)
 def test_gradient_checkpointing(package, calls, name, keep_attention):
     model = tiny(name)
     expected = step_of(model)
@@ -191,7 +192,7 @@ def test_gradient_checkpointing(package, calls, name, keep_attention):
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize(("name", "option"), (("exaone4", "keep_attention"), ("arcee", "recompute_mlp")))
+@pytest.mark.parametrize(("name", "option"), (("exaone4", "keep_attention"), ("apertus", "recompute_mlp")))
 def test_what_is_called_is_not_kept_or_made_again_and_says_so(package, name, option):
     model = tiny(name)
     expected = step_of(model)
@@ -202,7 +203,7 @@ def test_what_is_called_is_not_kept_or_made_again_and_says_so(package, name, opt
         step_of(model).assert_same(expected, FACTOR)
 
 
-@of_families(*FEW, "gemma3_text", "phi3")
+@of_families(*FEW, "gemma3_text", "phi3", *OTHER_PARTS)
 def test_made_again_in_the_backward_pass(package, calls, name):
     model = tiny(name)
     package.apply()
@@ -212,7 +213,7 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
-@of_families(*FEW, "gemma3_text", "phi3")
+@of_families(*FEW, "gemma3_text", "phi3", *OTHER_PARTS)
 def test_mlps_in_tiles(package, calls, name):
     model = tiny(name)
     package.apply()
@@ -222,7 +223,7 @@ def test_mlps_in_tiles(package, calls, name):
     assert calls == NODES * 4
 
 
-@of_families(*FEW, "granitemoehybrid", *SPARSE)
+@of_families(*FEW, "granitemoehybrid", *SPARSE, *OTHER_PARTS)
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
@@ -264,7 +265,7 @@ def test_weights_side_by_side(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
 
 
-@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid", *SPARSE)
+@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid", *SPARSE, *OTHER_PARTS)
 def test_torch_compile(package, calls, name):
     kinds = {"layer_types": CHANGES[name]["layer_types"][:1]} if "layer_types" in CHANGES.get(name, {}) else {}
     model = tiny(name, num_hidden_layers=1, **kinds)
@@ -308,7 +309,7 @@ def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothin
         step_of(model, **each).assert_same(step, FACTOR)
 
 
-@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid", *SPARSE)
+@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid", *SPARSE, *OTHER_PARTS)
 def test_generation(package, calls, name):
     model = tiny(name).eval()
     expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)

@@ -1,6 +1,9 @@
-"""act(gate) * up between the MLP's projections, forward and backward, for the activations that a description may name."""
+"""act(gate) * up between the MLP's projections, forward and backward, for the activations that a description may name.
 
-from typing import Tuple
+Without a gate it is act(gate), and up is None. There is no kernel of ours for that: PyTorch's pointwise functions compute it.
+"""
+
+from typing import Optional, Tuple
 
 import torch
 
@@ -10,24 +13,53 @@ from ..ops.swiglu import backward_in_place, swiglu_forward, swiglu_reference
 
 __all__ = ["gated_backward_in_place", "gated_backward_quantised", "gated_forward", "gated_quantised", "gated_reference"]
 
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Triple = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]
+Up = Optional[torch.Tensor]
 ONE = (1.0, 1.0)  # multipliers of the gate and of the result
 
 
-def gated_reference(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) in PyTorch, which can differentiate it."""
+    if activation == "relu2":  # arXiv 2109.08668
+        positive = torch.relu(gate)
+        return positive * positive
+    return gated.activation_reference(gate, activation)
+
+
+def activated_backward(dout: torch.Tensor, gate: torch.Tensor, activation: str) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dgate, act(gate))"""
+    if activation == "relu2":
+        positive = torch.relu(gate)
+        return (positive * dout).mul_(2), positive.mul_(positive)
+    if activation == "silu":
+        dgate = torch.ops.aten.silu_backward(dout, gate)
+    else:
+        dgate = torch.ops.aten.gelu_backward(dout, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return dgate, activated(gate, activation)
+
+
+def gated_reference(gate: torch.Tensor, up: Up, activation: str) -> torch.Tensor:
     """act(gate) * up in PyTorch, which can differentiate it."""
+    if up is None:
+        return activated(gate, activation)
     return swiglu_reference(gate, up) if activation == "silu" else gated.activation_reference(gate, activation) * up
 
 
-def gated_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_forward(gate: torch.Tensor, up: Up, activation: str) -> torch.Tensor:
     """act(gate) * up; gate, up: [tokens, columns] of any row stride."""
+    if up is None:
+        return activated(gate, activation)
     if activation == "silu":
         return swiglu_forward(gate, up)
     return gated.forward(gate, up, activation, *ONE)
 
 
-def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> Triple:
-    """([dgate | dup], dgate, dup), and act(gate) * up over dout, which is contiguous and the caller's own."""
+def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: Up, activation: str) -> Triple:
+    """([dgate | dup], dgate, dup), and act(gate) * up over dout, which is contiguous and the caller's own. Without up, dgate is all."""
+    if up is None:
+        dgate, hidden = activated_backward(dout, gate, activation)
+        dout.copy_(hidden)
+        return dgate, dgate, None
     if activation == "silu":
         return backward_in_place(dout, gate, up)
     both = torch.empty((gate.shape[0], 2 * gate.shape[1]), dtype=gate.dtype, device=gate.device)
@@ -38,13 +70,15 @@ def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Te
     return both, dgate, dup
 
 
-def gated_quantised(gate: torch.Tensor, up: torch.Tensor, activation: str) -> Quantised:
+def gated_quantised(gate: torch.Tensor, up: Up, activation: str) -> Quantised:
     """`gated_forward` in codes, for a product in eight bits."""
-    return swiglu_quantised(gate, up) if activation == "silu" else quantise_rows(gated_forward(gate, up, activation))
+    if up is not None and activation == "silu":
+        return swiglu_quantised(gate, up)
+    return quantise_rows(gated_forward(gate, up, activation))
 
 
-def gated_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> Quantised:
+def gated_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: Up, activation: str) -> Quantised:
     """The [dgate | dup] of `gated_backward_in_place` in codes, and act(gate) * up over dout, as of it."""
-    if activation == "silu":
+    if up is not None and activation == "silu":
         return swiglu_backward_quantised(dout, gate, up)
     return quantise_rows(gated_backward_in_place(dout, gate, up, activation)[0])

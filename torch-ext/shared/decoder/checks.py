@@ -56,14 +56,17 @@ def check_mlp(spec: tuple, tensors: OutputTensors, projections: Sequence[Project
     for name, weight in (("before", before), ("after", after), ("behind", behind)):
         check_stream(x, weight, name, dtype)
     has_o = attended is not None
-    if len(projections) - has_o not in (2, 3):
+    gated = spec.outputs.gated  # type: ignore[attr-defined]
+    if len(projections) - has_o not in ((2, 3) if gated else (2,)):
         first = "o, " if has_o else ""
-        fail("projections", f"{len(projections)} of them", f"{first}gate, up and down, or {first}gate and up packed and down")
+        wanted = f"{first}gate, up and down, or {first}gate and up packed and down" if gated else f"{first}gate and down"
+        fail("projections", f"{len(projections)} of them", wanted)
     *groups, (down,) = split_groups(projections, has_o)
     hidden, inner = x.shape[-1], groups[-1]
-    intermediate = sum(inner[0].weight.shape[:1]) // (1 if len(inner) == 2 else 2)
-    for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
-        check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
+    packed = gated and len(inner) == 1
+    intermediate = sum(inner[0].weight.shape[:1]) // (2 if packed else 1)
+    for name, projection in zip(("gate_up",) if packed else ("gate", "up"), inner):
+        check_projection(name, projection, 2 * intermediate if packed else intermediate, hidden, dtype, x.device)
     check_projection("down", down, hidden, intermediate, dtype, x.device)
     if attended is not None:
         check_attended(x, attended, projections[0], dtype)

@@ -33,8 +33,8 @@ from .steps import (
 )
 
 __all__ = [
-    "MLPSaved", "OutputGroups", "Sums", "add_branch", "add_branch_backward", "mlp_backward", "mlp_finish", "mlp_forward", "mlp_start",
-    "tiled_finish", "tiled_forward", "tiled_start", "tiles_of",
+    "MLPSaved", "OutputGroups", "Sums", "add_branch", "add_branch_backward", "gate_and_up", "mlp_backward", "mlp_finish", "mlp_forward",
+    "mlp_start", "tiled_finish", "tiled_forward", "tiled_start", "tiles_of",
 ]  # fmt: skip
 
 
@@ -51,8 +51,8 @@ class MLPSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
     total: the residual stream after attention, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
-    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm; made:
-    `all_made` of the projections.
+    recomputes them, up also without a gate; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None
+    without such a norm; made: `all_made` of the projections.
     """
 
     total: torch.Tensor
@@ -66,8 +66,11 @@ class MLPSaved(NamedTuple):
     made: Sequence[torch.Tensor] = ()
 
 
-def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
-    gate, up = products if len(products) == 2 else products[0].chunk(2, 1)
+def gate_and_up(products: Sequence[torch.Tensor], gated: bool) -> Tuple[torch.Tensor, Optionals]:
+    """gate and up of their products, which may be packed; None for up without a gate."""
+    if not gated:
+        return products[0], None
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
     return gate, up
 
 
@@ -78,7 +81,7 @@ def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both:
     """
     inner = groups.inner
     total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
-    gate, up = _gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both))
+    gate, up = gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both), spec.gated)
     del y
     if groups.down.reads_codes:
         eight = gated_quantised(gate, up, spec.activation)
@@ -150,10 +153,10 @@ def tiles_of(tokens: int, tile: int) -> List[slice]:
     return [slice(start, min(start + tile, tokens)) for start in range(0, tokens, tile)]
 
 
-def _hidden_of(spec: Outputs, groups: OutputGroups, y: torch.Tensor) -> Tuple[OutputGroups, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _hidden_of(spec: Outputs, groups: OutputGroups, y: torch.Tensor) -> Tuple[OutputGroups, torch.Tensor, Optionals, torch.Tensor]:
     """The groups with what they make of one tile, its gate and up, and the input of its last product. y: of the tile."""
     groups = groups._replace(inner=copy.copy(groups.inner), down=copy.copy(groups.down))
-    gate, up = _gate_and_up(groups.inner.forward(y, are_few(y.shape[0])))
+    gate, up = gate_and_up(groups.inner.forward(y, are_few(y.shape[0])), spec.gated)
     hidden = gated_forward(gate, up, spec.activation)
     groups.down.begin(hidden)
     return groups, gate, up, hidden
@@ -214,7 +217,7 @@ class Sums:
 Inner = Tuple[Optional[torch.Tensor], List[Parts], List[Parts]]
 
 
-def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], torch.Tensor], gate: torch.Tensor, up: torch.Tensor,
+def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], torch.Tensor], gate: torch.Tensor, up: Optionals,
                     groups: OutputGroups, needs: OutputGroups, need_total: bool) -> Inner:
     """The gradients of the norm's output, None where nothing in front needs one, of the inner projections and of the last one. dbranch: of
     the last one's result; normed: returns the norm's output."""
@@ -279,9 +282,9 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     else:
         normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
         gate, up = saved.gate, saved.up
-        if gate is None or up is None:
+        if gate is None:
             normed = always(normed())
-            gate, up = _gate_and_up(inner.again(normed(), are_few(total.shape[0]), out=both))
+            gate, up = gate_and_up(inner.again(normed(), are_few(total.shape[0]), out=both), spec.gated)
         dy, of_inner, of_down = _inner_backward(spec, dbranch, normed, gate, up, groups, needs, need_total)
     join = JoinedGradients(None, None, None, None, [Parts()] * len(needs.o or ()))
     if dy is not None:

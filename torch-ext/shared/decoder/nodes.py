@@ -17,6 +17,7 @@ from .heads import Heads, heads_reference
 from .mlp_steps import (
     MLPSaved,
     OutputGroups,
+    gate_and_up,
     mlp_backward,
     mlp_finish,
     mlp_forward,
@@ -73,8 +74,7 @@ def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Ten
     y = (x if before is None else norm_reference(outputs.before, x, before)).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    branch = projection_reference(gated_reference(gate, up, outputs.activation), down)
+    branch = projection_reference(gated_reference(*gate_and_up(products, outputs.gated), outputs.activation), down)
     return add_branch_reference(x, branch, outputs.behind, behind, outputs.multiplier)
 
 
@@ -257,7 +257,7 @@ def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved,
     elif saved.gate is None:
         both = _side_by_side(given, saved.total, found.inner.group)
     elif saved.up is None:
-        gate, up = saved.gate.chunk(2, 1)
+        gate, up = gate_and_up((saved.gate,), layout.spec.outputs.gated)
         saved = saved._replace(gate=gate, up=up)
     gradients, dparts = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs, both, tile)
     return Gradients(gradients._replace(x=shaped(gradients.x, dout)), flat_parts(*dparts))
@@ -289,7 +289,8 @@ def norm_mlp(
     Args:
         x: [..., hidden], of `dtype` or float32.
         before, after, behind: [hidden], weights of the norms, of x's dtype, or None for no norm.
-        projections: to gate, up and down, or to both and down; in front of them attention's output projection, with `attended`.
+        projections: to gate, up and down, or to both and down, or, where the description has no gate, to what the activation reads and
+            down; in front of them attention's output projection, with `attended`.
         spec: the description.
         attended: [tokens, features] or [batch, tokens, heads, head_dim] of `dtype`, attention's output.
         dtype: of the products; by default that of PyTorch's products of x.

@@ -3,6 +3,8 @@
     x += m * after(o(attention(turn(heads(q)), turn(heads(k)), v)))    of  q, k, v = projections of norm(x)
     x += m * behind(down(act(gate) * up))                              of  gate, up = projections of before(x)
 
+or behind(down(act(gate))), an MLP without a gate, whose only inner projection is called gate here and, in most models, up_proj.
+
 Each of the norms may be absent: its weight is None then. A description is hashable, compares by value, and holds no tensor.
 """
 
@@ -43,7 +45,8 @@ class Outputs(NamedTuple):
     """Describes the part of a decoder layer that follows attention.
 
     after: the norm of attention's branch. before: the norm of what the MLP or the experts read. behind: the norm of their branch.
-    activation: "silu" or "gelu_tanh". multiplier: of both branches.
+    activation: "silu" or "gelu_tanh", or, where the MLP is not gated, "gelu" or "relu2" as well. multiplier: of both branches. gated:
+    whether the activation is multiplied by up.
     """
 
     after: Norm = Norm()
@@ -51,6 +54,7 @@ class Outputs(NamedTuple):
     behind: Norm = Norm()
     activation: str = "silu"
     multiplier: float = 1.0
+    gated: bool = True
 
 
 def constants_of(spec):

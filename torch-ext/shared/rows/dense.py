@@ -78,7 +78,7 @@ ROWS = (
         options=(*WINDOW, ("s_aux", "sinks"))),
     row("Apertus", "Apertus", "apertus", norms=LayerNorms("attention_layernorm", None, "feedforward_layernorm", None), qk_norm="head",
         mlp=False, called=("mlp",)),
-    row("Arcee", "Arcee", "arcee", mlp=False, called=("mlp",)),
+    row("Arcee", "Arcee", "arcee", gate_up=("up_proj",), activation="relu2", gated=False),
     row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
     row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", called=("self_attn",)),
 )

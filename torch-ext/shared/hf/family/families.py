@@ -100,7 +100,7 @@ class Family(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds: see
     `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
-    gate_up: the projections, several or a packed one. activation: "silu" or "gelu_tanh", in the MLP's attribute act. rotary: "halves" or
+    gate_up: the projections, several or a packed one. activation: as of `decoder.spec.Outputs`, in the attribute act. rotary: "halves" or
     "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
     as they always are in such a family. turned: attention's attribute that switches the rotary embedding, or None for always. multiplier:
     the layer's attribute, of both branches. options: what attention is called with beside the scaling, each a name and the attributes that
@@ -117,7 +117,8 @@ class Family(NamedTuple):
     default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of attention, the MLP or norms
     where they compute what no row can say: they are called as the modules that they are, and the layer around them is fused. attention: the
     layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms of q and k. parallel: whether
-    the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours.
+    the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours. gated:
+    whether the MLP has a gate, without which gate_up is the one projection in front of the activation.
     """
 
     model: str
@@ -162,6 +163,7 @@ class Family(NamedTuple):
     head_norms: Tuple[str, ...] = ("q_norm", "k_norm")
     parallel: bool = False
     spread: bool = False
+    gated: bool = True
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""

@@ -104,13 +104,16 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_mlp_forward(family):
-    """Makes the forward of an MLP whose gate and up are packed, or whose activation is another one than SiLU. family: its row."""
+    """Makes the forward of an MLP whose gate and up are packed, whose activation is another one than SiLU, or without a gate. family: its
+    row."""
 
     def forward(layer, x: torch.Tensor) -> torch.Tensor:
         children = layer.__dict__["_modules"]
         products = [children[name](x) for name in family.gate_up]
-        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
         act = getattr(layer, family.act)  # a user's may be a function, which is no child
+        if not family.gated:
+            return children[family.down](act(products[0]))
+        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
         plain = is_silu(act) and is_plain(gate) and is_plain(up) and not all_are_listened_to()
         return children[family.down](swiglu(gate, up) if plain else act(gate) * up)
 

@@ -25,8 +25,10 @@ from .router_probe import router_kind
 
 __all__ = ["Row", "class_names", "experts_of_called", "row_of"]
 
-SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu"}  # of an expert for all tokens
+# Of an expert for all tokens.
+SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu", "gated": True}
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+UNGATED_NAMES = {**ACTIVATION_NAMES, "GELUActivation": "gelu", "ReLUSquaredActivation": "relu2"}
 
 
 class Row(NamedTuple):
@@ -145,14 +147,17 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
     module: Any = follow(reading.layers[index], at)
     value, found = reading.evaluated(index, at)
     op = value.op if isinstance(value, Tensor) else Op("something else")
-    gated = op.of[0] if op.kind == "linear" else op
-    if gated.kind != "multiply" or [each.kind for each in gated.of].count("activation") != 1:
+    hidden = op.of[0] if op.kind == "linear" else op
+    gated = op.kind != "linear" or hidden.kind != "activation"
+    if gated and (hidden.kind != "multiply" or [each.kind for each in hidden.of].count("activation") != 1):
         raise NotServed(f"{found.text.name} returns {op}")
-    act, up = sorted(gated.of, key=lambda each: each.kind != "activation")
+    act, up = sorted(hidden.of, key=lambda each: each.kind != "activation") if gated else (hidden, hidden.of[0])
     gate = act.of[0]
-    if gate.kind == up.kind == "linear" and gate.of == up.of == (INPUT,):
-        gate_up: Tuple[str, ...] = (gate.name, up.name)
-    elif gate.kind == up.kind == "columns" and gate.of == up.of and gate.of[0].kind == "linear" and gate.of[0].of == (INPUT,):
+    if not gated and gate.kind == "linear" and gate.of == (INPUT,):
+        gate_up: Tuple[str, ...] = (gate.name,)
+    elif gated and gate.kind == up.kind == "linear" and gate.of == up.of == (INPUT,):
+        gate_up = (gate.name, up.name)
+    elif gated and gate.kind == up.kind == "columns" and gate.of == up.of and gate.of[0].kind == "linear" and gate.of[0].of == (INPUT,):
         half = up.name[0]
         if (gate.name, up.name) != ((0, half), (half, 2 * half)):
             raise NotServed(f"{found.text.name} takes gate and up from {gate.name} and {up.name}")
@@ -160,12 +165,12 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
     else:
         raise NotServed(f"{found.text.name} returns {op}")
     module_of_act: Any = module._modules[act.name]
-    activation = ACTIVATION_NAMES.get(type(module_of_act).__name__)
+    activation = (ACTIVATION_NAMES if gated else UNGATED_NAMES).get(type(module_of_act).__name__)
     if activation is None or type(module_of_act).__module__ not in (ACTIVATIONS, "torch.nn.modules.activation"):
         raise NotServed(f"{found.text.name} has the activation {type(module_of_act).__name__}")
     reading.keep(at, found)
     name = argument_names(original_forward(module))[0]
-    return {"gate_up": gate_up, "down": op.name, "act": act.name, "activation": activation, "mlp_argument": name}
+    return {"gate_up": gate_up, "down": op.name, "act": act.name, "activation": activation, "mlp_argument": name, "gated": gated}
 
 
 def _sparse(reading: Reading, index: int, at: Path) -> Sparse:

@@ -84,7 +84,9 @@ class Shapes:
         for own in self.rows:
             family = own.family
             texts = TEXTS.get(family.modeling, {})
-            made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (family.mlp_class(), mlp_of(family))}
+            made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family))}
+            if family.gated:  # else an MLP by itself gains nothing
+                made["swiglu"] = family.mlp_class(), mlp_of(family)
             for operation, (name, layer) in made.items():
                 for fingerprint in texts.get(f"{name}.forward", {}).values():
                     found.setdefault((operation, fingerprint), layer.forward)

@@ -131,13 +131,14 @@ def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     """Runs the second half of a layer with an MLP: its norms, then its activation, with narrow projections."""
     family, hidden, inner = own.family, sizes.hidden, sizes.intermediate
     spec, (after, before, behind) = _outputs(make, own, hidden)
-    o, *linears = make.linears((hidden, NARROW), (NARROW, hidden), (NARROW, hidden), (hidden, NARROW))
+    count = 2 if family.gated else 1
+    o, *linears = make.linears((hidden, NARROW), *[(NARROW, hidden)] * count, (hidden, NARROW))
     attended = make.rows(NARROW)
     norm_mlp(make.rows(hidden), before, [o, *linears], spec, attended, after, behind).sum().backward()
     for recompute in (False, True):
-        linears = make.linears((inner, NARROW), (inner, NARROW), (NARROW, inner))
+        linears = make.linears(*[(inner, NARROW)] * count, (NARROW, inner))
         norm_mlp(make.rows(NARROW), None, linears, spec, recompute=recompute).sum().backward()
-    if family.activation == "silu":  # as modules of their own
+    if family.gated and family.activation == "silu":  # as modules of their own
         mlp(make.rows(NARROW), make.ones(inner, NARROW), make.ones(inner, NARROW), make.ones(NARROW, inner)).sum().backward()
         swiglu(make.rows(inner), make.rows(inner)).sum().backward()
 

@@ -174,7 +174,8 @@ def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs
 
 def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
     """The description of what follows attention. after, before, behind: the epsilons of its norms."""
-    return Outputs(own.norm(after), own.norm(before), own.norm(behind), own.family.activation, multiplier)
+    norms = own.norm(after), own.norm(before), own.norm(behind)
+    return Outputs(*norms, own.family.activation, multiplier, own.family.gated)
 
 
 def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, width) -> Inputs:

@@ -74,7 +74,7 @@ def why_not_fusable(own: Any, layer, x) -> Optional[Reason]:
     return None
 
 
-NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
+NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation", "gelu": "GELU", "relu2": "the square of ReLU"}
 
 
 def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:

@@ -243,17 +243,18 @@ def why_not_own(module, name: str) -> Reason:
 
 
 def is_activation(activation, name: str) -> bool:
-    """True for a module whose call is the activation that a family's row names and nothing else. name: "silu" or "gelu_tanh"."""
-    return is_silu(activation) if name == "silu" else is_gelu_tanh(activation)
-
-
-def is_gelu_tanh(activation) -> bool:
-    """True for transformers' module of GELU's tanh approximation, as `is_silu`."""
-    if (type(activation).__name__, type(activation).__module__) != ("GELUTanh", ACTIVATIONS):
+    """True for a module whose call is the activation that a family's row names and nothing else. name: of `decoder.spec.Outputs`."""
+    if name == "silu":
+        return is_silu(activation)
+    class_name = {"gelu_tanh": "GELUTanh", "gelu": "GELUActivation", "relu2": "ReLUSquaredActivation"}[name]
+    if (type(activation).__name__, type(activation).__module__) != (class_name, ACTIVATIONS):
         return False
-    act = activation.__dict__.get("act")
-    of_torch = type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
-    return of_torch and is_transformers_own(own_forward(activation), ACTIVATIONS, "GELUTanh.forward")
+    act, function = activation.__dict__.get("act"), own_forward(activation)
+    of_torch = act is _gelu if name == "gelu" else name == "relu2"
+    if name == "gelu_tanh":
+        of_torch = type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
+    own = of_torch and is_transformers_own(function, ACTIVATIONS, f"{class_name}.forward")
+    return own and (name != "relu2" or not replaced_below(function))
 
 
 def beside_class(module, name: str):
