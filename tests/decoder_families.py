@@ -285,7 +285,7 @@ FACTOR = 3  # two fp32 runs of a model differ by more than an operation from flo
 NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
 # Which experts a token goes to is a matter of rounding: in half precision it goes to all.
 TO_ALL: dict = {name: {"num_experts_per_tok": 4} for name in SPARSE}
-CALLED = {"apertus": "norm_mlp", "exaone4": "norm_attention_inputs", "hunyuan_v1_dense": "norm_attention_inputs"}
+CALLED = {"apertus": "norm_mlp", "exaone4": "norm_attention_inputs"}
 
 
 def nodes_of(name: str) -> list[str]:

@@ -32,7 +32,8 @@ def beside_llama(family: Any) -> str:
         said.append(f"norms with {family.offset:g} + weight")
     elif family.rounds == "last":
         said.append("norms that round last")
-    said += {"head": ["a norm of each head of q and k"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
+    after = " after the rotary embedding" if family.turned_first else ""
+    said += {"head": [f"a norm of each head of q and k{after}"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
     said += ["packed gate and up"] if family.gated and len(family.gate_up) == 1 else []
     said += ["an MLP without a gate"] if not family.gated else []
     said += ["packed q, k and v"] if len(family.qkv) == 1 else []
@@ -68,6 +69,8 @@ def heads(family: Any) -> str:
         return "transformers' own"
     if family.qk_norm == "whole":
         return f"norms and rotary embedding in one kernel, in bf16 with the heads of released models; else a kernel for each{scaled}"
+    if family.turned_first:
+        return "rotary embedding in one kernel, then a norm's kernel for q and for k"
     lengths = " of 128 or 256" if family.offset else " of 128"
     if family.qk_norm == "head":
         return f"norms and rotary embedding in one kernel, heads{lengths}"

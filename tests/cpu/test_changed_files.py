@@ -12,7 +12,8 @@ from tests.own_file import source_of_mine, source_of_other
 
 EACH = 16  # of the files that run at all
 FACTOR = 30  # some changes leave a model in which rounding errors grow
-FILES = ("Otter", "Llama", "Qwen3", "Gemma2", "Olmo2", "Granite", "Arcee")
+FILES = ("Otter", "Llama", "Qwen3", "Gemma2", "Olmo2", "Granite", "Arcee", "HunYuanDenseV1")
+FOLDERS = {"HunYuanDenseV1": "hunyuan_v1_dense"}
 
 
 def is_finite(results) -> bool:
@@ -22,7 +23,7 @@ def is_finite(results) -> bool:
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_changed_file_is_served_as_what_it_is_or_not_at_all(decoders, mine, file):
-    source = source_of_other() if file == "Otter" else source_of_mine(file)
+    source = source_of_other() if file == "Otter" else source_of_mine(file, FOLDERS.get(file, ""))
     tried, whole = [], 0
     warnings.simplefilter("ignore")
     for what, text in changed(source, seed=20261128):

@@ -95,24 +95,39 @@ def test_an_mlp_without_a_gate(decoders, mine, activation):
     assert_same(all_of(model), expected)
 
 
-UP = "self.down_proj(self.act_fn(self.up_proj(x)))"
-# Changes of Arcee's MLP: (old, new).
+def test_norms_of_heads_after_the_rotary_embedding(decoders, mine):
+    model = mine(source=source_of_mine("HunYuanDenseV1", "hunyuan_v1_dense"))
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    assert fused(decoders, model)["norm, q_proj, k_proj, v_proj, rotary"] == 2
+    assert_same(all_of(model), expected)
+
+
+UP, AFTER = "self.down_proj(self.act_fn(self.up_proj(x)))", "query_states = self.query_layernorm(query_states)"
+TURN = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+# Changes of Arcee's MLP and of Hunyuan's attention: (old, new).
 CHANGED = {
     "twice": (UP, "self.down_proj(self.act_fn(self.act_fn(self.up_proj(x))))"),
     "a residual": (UP, "self.down_proj(self.act_fn(self.up_proj(x)) + self.up_proj(x))"),
     "a factor": (UP, "self.down_proj(self.act_fn(2.0 * self.up_proj(x)))"),
     "gated by itself": (UP, "self.down_proj(self.act_fn(self.up_proj(x)) * self.act_fn(self.up_proj(x)))"),
     "nothing behind": (UP, "self.act_fn(self.down_proj(self.up_proj(x)))"),
+    "a norm of q alone": ("key_states = self.key_layernorm(key_states)", "pass"),
+    "q before, k after": (TURN, "query_states = self.query_layernorm(query_states)\n        " + TURN),
+    "turned again": (AFTER, AFTER + "\n        " + TURN),
+    "v": (AFTER, AFTER + "\n        value_states = self.key_layernorm(value_states)"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_changes_of_these_are_called(decoders, mine, change):
-    model = mine(CHANGED[change], source=source_of_mine("Arcee"))
+    source = source_of_mine("Arcee") if CHANGED[change][0] == UP else source_of_mine("HunYuanDenseV1", "hunyuan_v1_dense")
+    model = mine(CHANGED[change], source=source)
     expected = all_of(model)
     decoders.kernelize(model.train())
-    assert "norm, up_proj, down_proj" not in fused(decoders, model)
-    assert any(row.part == "mlp" and not row.fused for row in rows_of(decoders, model)), said(decoders, model)
+    assert not {"norm, up_proj, down_proj", "norm, q_proj, k_proj, v_proj, rotary"} <= fused(decoders, model).keys()
+    part = "mlp" if CHANGED[change][0] == UP else "self_attn"
+    assert any(row.part == part and not row.fused for row in rows_of(decoders, model)), said(decoders, model)
     assert_same(all_of(model), expected, 10)
 
 

@@ -33,10 +33,10 @@ def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4), b
     return found, wanted
 
 
-def inputs(ops, eps, head_eps):
+def inputs(ops, eps, head_eps, turned_first=False):
     """Qwen3's description of what stands in front of attention."""
     spec = part_of(ops, "spec")
-    return spec.Inputs(128, spec.Norm(eps), spec.Norm(head_eps))
+    return spec.Inputs(128, spec.Norm(eps), spec.Norm(head_eps), turned_first=turned_first)
 
 
 def outputs(ops, eps, alone=""):
@@ -75,7 +75,8 @@ def _leaves(projections):
     return [part for projection in projections for part in projection[:5]]
 
 
-def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, **ranks):
+def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, turned_first=False,
+                                     **ranks):
     """ranks: of `projections_of`. as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as
     under autocast."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
@@ -88,7 +89,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
     torch.manual_seed(3)
-    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, inputs(ops, 0.5, 0.25), BF16)
+    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, inputs(ops, 0.5, 0.25, turned_first), BF16)
     torch.rand(1)  # a random number that is not the operation's
     after = torch.get_rng_state()
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
@@ -98,8 +99,10 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     normed = rms_norm_exact(x64, norm64, 0.5)
     torch.manual_seed(3)
     q64, k64, v64 = (projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
-    heads = [rms_norm_exact(t, w, 0.25).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
-    results64 = [*rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
+    heads, angles64 = [q64.transpose(1, 2), k64.transpose(1, 2)], (cos.double(), sin.double())
+    heads = rotary_exact(*heads, *angles64, 1) if turned_first else heads
+    heads = [rms_norm_exact(t, w, 0.25) for t, w in zip(heads, norms64, strict=True)]
+    results64 = [*(heads if turned_first else rotary_exact(*heads, *angles64, 1)), v64.transpose(1, 2), x64 * 1]
     torch.autograd.backward(results64, [g.double() for g in grads])
     for found, wanted in zip(results, results64, strict=True):
         assert_close(found, wanted, BF16, "projected attention's inputs", 2)
@@ -161,6 +164,10 @@ CHECKS = {
     "projected_inputs_biases": functools.partial(check_projected_attention_inputs, biases=True),
     "projected_inputs_biases_packed": functools.partial(check_projected_attention_inputs, packed=True, biases=True, as_attention=True),
     "projected_inputs_biases_autocast": functools.partial(check_projected_attention_inputs, autocast=True, biases=True),
+    "turned_first": functools.partial(check_projected_attention_inputs, turned_first=True),
+    "turned_first_packed": functools.partial(check_projected_attention_inputs, turned_first=True, packed=True),
+    "turned_first_autocast": functools.partial(check_projected_attention_inputs, turned_first=True, autocast=True),
+    "turned_first_replayed": functools.partial(check_projected_attention_inputs, turned_first=True, as_attention=True),
     "projected_mlp": check_projected_mlp,
     **{f"mlp_{name}": functools.partial(check_projected_mlp, attended=True, alone=name) for name in ALONE},
     "mlp_relu2_biases": functools.partial(check_projected_mlp, biases=True, alone="relu2"),
@@ -296,6 +303,13 @@ MUTANTS = [
          ("silu_backward(dout, gate)", "silu_backward(dout, -gate)", "mlp_silu"),
          ("gelu_backward(dout, gate", "gelu_backward(dout, -gate", "mlp_gelu")),
     *errors_in(ACTIVATION, "mlp_relu2", "gated_backward_in_place", ("dout.copy_(hidden)", "pass")),
+    *errors_in("shared/decoder/heads.py", "turned_first", "heads_forward",
+         ("q, k = _turned(spec, q, k, cos, sin, False)\n    if q_norm", "pass\n    if q_norm"),
+         ("if not spec.turned_first:", "if True:")),
+    *errors_in("shared/decoder/heads.py", "turned_first", "heads_backward",
+         ("if not spec.turned_first:", "if True:"),
+         ("q, k = _turned(spec, q, k, cos, sin, False)", "pass"),
+         ("dq, dk = _turned(spec, dq, dk, cos, sin, True, outs)", "pass")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_start", ("MLPSaved(total, o,", "MLPSaved(2 * total, o,")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_finish",
          ("onto=total[rows]", "onto=0 * total[rows]"),

@@ -33,7 +33,7 @@ from tests.tolerances import assert_close, relative_error
 
 ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
-OTHER_PARTS = ("arcee",)  # an MLP without a gate
+OTHER_PARTS = ("arcee", "hunyuan_v1_dense")  # an MLP without a gate; norms of heads after the rotary embedding
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
 EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
 UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
@@ -317,7 +317,7 @@ def test_generation(package, calls, name):
     assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), expected) and calls
 
 
-@pytest.mark.parametrize("name", ("llama",))
+@pytest.mark.parametrize("name", ("llama", "hunyuan_v1_dense"))
 def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
     """A dropout after a branch, another activation, a hook."""
     model = tiny(name)

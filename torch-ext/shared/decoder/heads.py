@@ -68,7 +68,7 @@ class HeadsGradients(NamedTuple):
 
 def is_fused(spec: Inputs) -> bool:
     """Tells whether norms, where there are any, and rotary embedding are one operation."""
-    if spec.whole or spec.rotary != "halves":
+    if spec.whole or spec.turned_first or spec.rotary != "halves":
         return False
     qwen3s = is_plain(spec.heads) and not spec.turned
     return qwen3s or head_norm_kernels.has(spec.head_dim, spec.turned or spec.head_dim)
@@ -143,9 +143,13 @@ def heads_reference(spec: Inputs, heads: Heads) -> Pair:
     """(q, k) as attention takes them, in PyTorch, which can differentiate it."""
     q, k, q_norm, k_norm, cos, sin = heads
     dtype = q.dtype
+    if spec.turned_first:
+        q, k = (turned_reference(spec, x, cos, sin).to(dtype) for x in (q, k))
     if q_norm is not None and k_norm is not None:
         q, k = (norm_reference(spec.heads, _rows(spec, x), w).view(x.shape).to(dtype) for x, w in ((q, q_norm), (k, k_norm)))
-    return tuple(turned_reference(spec, x, cos, sin).to(dtype).transpose(1, 2) for x in (q, k))  # type: ignore[return-value]
+    if not spec.turned_first:
+        q, k = (turned_reference(spec, x, cos, sin).to(dtype) for x in (q, k))
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def turned_reference(spec: Inputs, x: torch.Tensor, cos, sin) -> torch.Tensor:
@@ -173,12 +177,15 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
         found = row_norm_kernels.forward(*heads, *spec.heads)
         return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2], found[3]
     q_rstd = k_rstd = None
+    if spec.turned_first:
+        q, k = _turned(spec, q, k, cos, sin, False)
     if q_norm is not None and k_norm is not None:
         (q, q_rstd), (k, k_rstd) = (
             norm_forward(spec.heads, _rows(spec, x), w, x.dtype) for x, w in ((q, q_norm), (k, k_norm))
         )
         q, k = q.view(heads.q.shape), k.view(heads.k.shape)
-    q, k = _turned(spec, q, k, cos, sin, False)
+    if not spec.turned_first:
+        q, k = _turned(spec, q, k, cos, sin, False)
     return q.transpose(1, 2), k.transpose(1, 2), q_rstd, k_rstd
 
 
@@ -196,7 +203,10 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
         into = (new_like(dq), new_like(dk)) if outs is None else outs
         return HeadsGradients(*into, *row_norm_kernels.backward_into(into, dq, dk, *heads, rstds, spec.heads.offset, needs))
     q, k, q_norm, k_norm, cos, sin = heads
-    dq, dk = _turned(spec, dq, dk, cos, sin, True, outs if q_norm is None else None)
+    if not spec.turned_first:
+        dq, dk = _turned(spec, dq, dk, cos, sin, True, outs if q_norm is None else None)
+    elif q is not None and k is not None:
+        q, k = _turned(spec, q, k, cos, sin, False)
     dq_norm = dk_norm = None
     if q is not None and k is not None and q_norm is not None and k_norm is not None:
         (dq, dq_norm), (dk, dk_norm) = (
@@ -204,6 +214,8 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
             for d, x, w, rstd, need in zip((dq, dk), (q, k), (q_norm, k_norm), rstds, needs)
         )
         dq, dk = dq.view(q.shape), dk.view(k.shape)
+    if spec.turned_first:
+        dq, dk = _turned(spec, dq, dk, cos, sin, True, outs)
     if outs is not None and dq is not outs[0]:
         outs[0].copy_(dq)
         outs[1].copy_(dk)

@@ -29,7 +29,8 @@ class Inputs(NamedTuple):
 
     norm: of the residual stream. heads: the norm of q and k, of each head or, with `whole`, of the whole projection. rotary: "halves", an
     element is turned with the one half a head further; "pairs", with its neighbour; or "none". turned: elements of a head that are
-    turned, 0 for all. rows: of q, k and v, where one packed projection makes them.
+    turned, 0 for all. rows: of q, k and v, where one packed projection makes them. turned_first: whether heads are turned before their
+    norms.
     """
 
     head_dim: int
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     rotary: str = "halves"
     turned: int = 0
     rows: Optional[Tuple[int, int, int]] = None
+    turned_first: bool = False
 
 
 class Outputs(NamedTuple):

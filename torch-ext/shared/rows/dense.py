@@ -80,7 +80,8 @@ ROWS = (
         mlp=False, called=("mlp",)),
     row("Arcee", "Arcee", "arcee", gate_up=("up_proj",), activation="relu2", gated=False),
     row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
-    row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", called=("self_attn",)),
+    row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", qk_norm="head", head_norms=("query_layernorm", "key_layernorm"),
+        turned_first=True),
 )
 SERVED = Served(
     rows=ROWS,

@@ -33,7 +33,7 @@ def accounted(family) -> Dict[str, Names]:
     prefix, sparse, mixers = family.prefix, family.sparse, family.mixers
     options = {f"config.{path[1]}" if path[0] == "config" else path[0] for _, *path in family.options}
     attention = {*ATTENTION, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
-    attention |= {"q_norm", "k_norm"} if mixers or family.qk_norm != "none" else set()
+    attention |= {*family.head_norms} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
     absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, a path below it)
     attention |= {path for name, path in absent if name == "self_attn"}

@@ -118,7 +118,8 @@ class Family(NamedTuple):
     where they compute what no row can say: they are called as the modules that they are, and the layer around them is fused. attention: the
     layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms of q and k. parallel: whether
     the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours. gated:
-    whether the MLP has a gate, without which gate_up is the one projection in front of the activation.
+    whether the MLP has a gate, without which gate_up is the one projection in front of the activation. turned_first: whether the norms of
+    heads come after the rotary embedding.
     """
 
     model: str
@@ -164,6 +165,7 @@ class Family(NamedTuple):
     parallel: bool = False
     spread: bool = False
     gated: bool = True
+    turned_first: bool = False
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""

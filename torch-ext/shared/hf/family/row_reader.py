@@ -52,9 +52,10 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     made = [_attention_of(value, each) for value, each in found]
     for i, (_, each) in enumerate(found):
-        if each.asks_for_angles and {**_attention_of(*reading.evaluated(i, (name,), Fact(None))), "turned": True} != made[i]:
+        with_angles = {field: made[i][field] for field in ("turned", "turned_first")}
+        if each.asks_for_angles and {**_attention_of(*reading.evaluated(i, (name,), Fact(None))), **with_angles} != made[i]:
             raise NotServed(f"{each.text.name} computes something else without angles")
-    row = {field: same([each[field] for each in made], field) for field in made[0] if field not in ("turned", "part")}
+    row = {field: same([each[field] for each in made], field) for field in made[0] if field not in ("turned", "part", "turned_first")}
     flags, paths = [each["turned"] for each in made], {path for _, each in found for path in each.turning}
     switch: Sequence[Path] = ()
     takes_angles = "position_embeddings" in argument_names(original_forward(reading.layers[0]))
@@ -70,6 +71,7 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     turning = [each.rotary for (_, each), flag in zip(found, flags) if flag]
     if turning:
         part = same([each["part"] for each, flag in zip(made, flags) if flag], "the part of a head that is turned")
+        row["turned_first"] = same([each["turned_first"] for each, flag in zip(made, flags) if flag], "where heads are turned")
         row.update(_rotary(reading, same(turning, "the rotary embedding"), modules[0].head_dim, part))
     reading.norms += [module._modules[each] for module in modules for each in row["head_norms"]]
     return row if row["head_norms"] else {field: value for field, value in row.items() if field != "head_norms"}
@@ -104,16 +106,16 @@ def _attention_of(value, found: Evaluator) -> Facts:
         if any(path[:2] != ("config", "rope_parameters") or len(path) != 3 for path in where):
             raise NotServed(f"{found.text.name} scales queries by {of_positions}")
         scale = (function.__name__, *(path[-1].strip("[]") for path in where))
-    turned = q.kind == "turned"
-    if turned != (k.kind == "turned") or v.kind == "turned" or (turned and q.name != k.name):
-        raise NotServed(f"{found.text.name} turns only one of q and k, or v, or other parts of them")
-    part = q.name if turned else None
-    q, k = (each.of[0] if turned else each for each in (q, k))
-    norm = "none"
+    turned, part, norm, turned_first = False, None, "none", False
     norms: Tuple[Any, ...] = ()
-    if q.kind in ("norm", "norm of heads") and k.kind == q.kind:
-        norms = q.name, k.name
-        norm, q, k = {"norm": "whole", "norm of heads": "head"}[q.kind], q.of[0], k.of[0]
+    for _ in range(2):  # the rotary embedding and the norms, in either order
+        if q.kind == k.kind == "turned" and q.name == k.name and not turned:
+            turned, part, turned_first, q, k = True, q.name, bool(norms), q.of[0], k.of[0]
+        elif q.kind == k.kind and q.kind in ("norm", "norm of heads") and not norms:
+            norms = q.name, k.name
+            norm, q, k = {"norm": "whole", "norm of heads": "head"}[q.kind], q.of[0], k.of[0]
+    if "turned" in (q.kind, k.kind, v.kind) or (turned_first and norm == "whole"):
+        raise NotServed(f"{found.text.name} turns only one of q and k, or v, or other parts of them, or heads in front of a norm of all")
     if all(each.kind == "linear" and each.of == (INPUT,) for each in (q, k, v)):
         qkv = tuple(each.name for each in (q, k, v))
     elif {each.kind for each in (q, k, v)} == {"columns"} and q.of == k.of == v.of and q.of[0].kind == "linear" and q.of[0].of == (INPUT,):
@@ -124,7 +126,7 @@ def _attention_of(value, found: Evaluator) -> Facts:
     else:
         raise NotServed(f"{found.text.name} makes q, k, v by {q}; {k}; {v}")
     of_heads = {"qk_norm": norm, "head_norms": norms, "position_scale": scale}
-    return {**of_heads, "qkv": qkv, "output": output.name, "turned": turned, "part": part}
+    return {**of_heads, "qkv": qkv, "output": output.name, "turned": turned, "part": part, "turned_first": turned_first}
 
 
 def _option(name: str, values) -> Optional[Tuple[str, ...]]:

@@ -169,7 +169,8 @@ def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs
     family = own.family
     turned = width if family.partial and width is not None and width < head_dim else 0
     norms = own.norm(eps), own.norm(head_eps)
-    return Inputs(head_dim, *norms, family.qk_norm == "whole", "none" if width is None else family.rotary, turned, rows)
+    rotary = "none" if width is None else family.rotary
+    return Inputs(head_dim, *norms, family.qk_norm == "whole", rotary, turned, rows, family.turned_first)
 
 
 def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
@@ -216,13 +217,15 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
         eps, offset, rounds = spec.heads
         return (*qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, spec.turned), v.transpose(1, 2), x)
-    if q_norm is not None:
+    if q_norm is not None and not spec.turned_first:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if angles[0] is not None:
         rotate, width = getattr(sys.modules[family.modeling], ROTARY), spec.turned or spec.head_dim
         turned = rotate(q[..., :width], k[..., :width], *angles)
         q, k = (torch.cat((part, t[..., width:]), -1) if spec.turned else part for part, t in zip(turned, (q, k)))
+    if q_norm is not None and spec.turned_first:
+        q, k = [rms_norm(spec.heads, t, w) for t, w in zip((q, k), weights)]
     return q, k, v, x
 
 
