@@ -229,10 +229,6 @@ class FakeApi:
     def create_branch(self, repo_id, branch, repo_type, revision):
         self._answer(self.hub.repositories.create_branch, repo_id, branch, revision, write=True)
 
-    def preupload_lfs_files(self, repo_id, additions, repo_type, revision, free_memory):
-        self._answer(self.hub.repositories.resolve, repo_id, revision, write=True)
-        self.hub.preuploaded += [addition.path_in_repo for addition in additions]
-
     def create_commit(self, repo_id, operations, repo_type, revision, commit_message, parent_commit=None):
         changes = {}
         for operation in operations:
@@ -257,7 +253,7 @@ class FakeHub:
     endpoint, token = "http://fake.hub", TOKEN
 
     def __init__(self):
-        self.repositories, self.calls, self.failures, self.preuploaded, self.lfs = Repositories(), [], {}, [], set()
+        self.repositories, self.calls, self.failures, self.lfs = Repositories(), [], {}, set()
 
     def lfs_entry(self, path, repo, revision):
         data = self.repositories.resolve(repo, revision).files[path]

@@ -9,7 +9,8 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 
@@ -46,9 +47,8 @@ class Result:
         print(json.dumps(asdict(self)), flush=True)
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of the model that is made where there is no checkpoint, and of its batches.
+class Size(NamedTuple):
+    """The model that is made where there is no checkpoint, as options of a Qwen3Config, and its batches.
 
     The vocabulary is larger than the 256 bytes of the text for the sake of the memory that the logits take: Qwen3's own has 151936.
     """
@@ -57,34 +57,23 @@ class Size:
     learning_rate: float
     batch: int
     tokens: int
-    vocabulary: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: tuple[int, int, int]  # of queries, of keys and values, and the length of each
-
-    def config(self) -> dict:
-        """Returns the options of a Qwen3Config."""
-        heads, kv_heads, length = self.heads
-        found = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner, "head_dim": length}
-        found |= {"num_hidden_layers": self.layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-        return found | {"tie_word_embeddings": True}
+    config: dict
 
 
-CPU = Size(torch.float32, 1e-3, 16, 256, 8192, 128, 384, 3, (4, 2, 32))
-GPU = Size(torch.bfloat16, 3e-4, 8, 1024, 151936, 1024, 3072, 4, (16, 8, 128))
+CPU = Size(torch.float32, 1e-3, 16, 256, {
+    "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+})  # fmt: skip
+GPU = Size(torch.bfloat16, 3e-4, 8, 1024, {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+})  # fmt: skip
 CHECKPOINT_LEARNING_RATE = 1e-5
 
 
 def text() -> str:
-    """Python's language reference, which comes with Python; the sources of its library where it does not."""
-    try:
-        from pydoc_data.topics import topics
-
-        return "\n\n".join(topics[name] for name in sorted(topics))
-    except ImportError:
-        folder = Path(json.__file__).parents[1]
-        return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py")))
+    """Python's language reference, which comes with Python."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def make_model(run: Run, size: Size):
@@ -93,7 +82,7 @@ def make_model(run: Run, size: Size):
 
     torch.manual_seed(SEED)
     if run.model is None:
-        model = Qwen3ForCausalLM(Qwen3Config(**size.config()))
+        model = Qwen3ForCausalLM(Qwen3Config(**size.config, tie_word_embeddings=True))
         ids = list(text().encode())
     else:
         model = AutoModelForCausalLM.from_pretrained(run.model, local_files_only=True)

@@ -19,8 +19,6 @@ REPO_TYPE = "kernel"
 
 MAIN = "main"
 
-FILES_A_REQUEST = 32
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,11 +76,16 @@ def hub_branches(api: HfApi, repo_id: str) -> dict[str, str] | None:
     return {branch.name: branch.target_commit for branch in refs.branches}
 
 
+def git_oid(data: bytes) -> str:
+    """The git hash of a file with these bytes, by which the Hub and its clients see whether a file changed."""
+    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 def is_same(path: Path, published: RepoFile) -> bool:
     data = path.read_bytes()
     if published.lfs is not None:
         return published.lfs.sha256 == sha256(data).hexdigest()
-    return published.blob_id == sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    return published.blob_id == git_oid(data)
 
 
 def make_plan(branch: str, parent: str | None, files: dict[str, Path], published: dict[str, RepoFile]) -> Plan:
@@ -102,9 +105,6 @@ def make_plan(branch: str, parent: str | None, files: dict[str, Path], published
 def upload(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
     """Make `plan` true with one commit; its id."""
     additions = [CommitOperationAdd(path, file) for path, file in plan.add.items()]
-    for start in range(0, len(additions), FILES_A_REQUEST):
-        part = additions[start : start + FILES_A_REQUEST]
-        api.preupload_lfs_files(repo_id, part, repo_type=REPO_TYPE, revision=plan.branch, free_memory=False)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *(CommitOperationDelete(path) for path in plan.delete)]
     commit = api.create_commit(
         repo_id,
@@ -129,15 +129,10 @@ def prepare_branch(api: HfApi, repo_id: str, plan: Plan) -> Plan:
     return replace(plan, parent=head, delete=inherited)
 
 
-def require_token(token: str | None, endpoint: str) -> str:
-    token = checked_token(token or get_token())
-    if not token:
-        raise PublishError(f"no token for {endpoint}; set HF_TOKEN, run `hf auth login`, or pass --token")
-    return token
-
-
 def checked_token(token: str | None) -> str | None:
-    """The token as it is. Raises PublishError, which does not show it, where no HTTP header can hold it: the client would print it."""
+    """The token, by default the one of HF_TOKEN or `hf auth login`. Raises PublishError, which does not show it, where no HTTP header can
+    hold it: the client would print it."""
+    token = token or get_token()
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise PublishError(f"the token ({len(token)} characters) has a space, a line break or a character that is not ASCII; copy it again")
     return token

@@ -36,7 +36,6 @@ from tools.hub_client import (
     hub_files,
     make_plan,
     prepare_branch,
-    require_token,
     upload,
 )
 from tools.kernel_package import Package, PackageError, package_folders, read_package
@@ -92,8 +91,8 @@ def publish(
             raise PublishError(f"{package.folder / 'build.toml'} has no repo-id under [general.hub]; add it or pass --repo-id")
         variants = read_build(package, allow_dirty, allow_partial)
         api = HfApi(endpoint=endpoint, token=checked_token(token))
-        if not dry_run:
-            api = HfApi(endpoint=endpoint, token=require_token(token, api.endpoint))
+        if not dry_run and not api.token:
+            raise PublishError(f"no token for {api.endpoint}; set HF_TOKEN, run `hf auth login`, or pass --token")
         with hub_errors(f"reading {repo_id} at {api.endpoint}"):
             plans, fresh = compare(api, package, repo_id, variants)
         report = Report(repo_id, plans)

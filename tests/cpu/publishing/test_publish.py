@@ -113,8 +113,7 @@ class Killed(BaseException):
     """As SIGKILL: nothing of the publisher handles it."""
 
 
-MOMENTS = [(name, 1) for name in ("create_repo", "create_branch", "preupload_lfs_files", "create_commit")]
-MOMENTS += [(name, 2) for name in ("create_branch", "preupload_lfs_files", "create_commit")] + [("create_commit", 3)]
+MOMENTS = [("create_repo", 1), ("create_branch", 1), ("create_branch", 2), *(("create_commit", time) for time in (1, 2, 3))]
 
 
 @pytest.mark.parametrize("when", ("before", "after"))
@@ -132,18 +131,15 @@ def test_a_killed_upload_is_finished_by_running_it_again(hub, package, upload, c
     assert on_hub(hub, "main")["README.md"] == (package.folder / "build" / "CARD.md").read_bytes()
 
 
-def test_every_file_is_offered_to_the_store_of_large_files_before_the_commit(hub, package, upload):
-    """What arrived there is not sent again; and a file that the Hub keeps there is compared by what it keeps of it."""
-    package.write({f"data/{i}.bin": b"%d" % i for i in range(40)})
+def test_a_file_that_the_hub_keeps_with_the_large_ones_is_compared_by_what_it_keeps_of_it(hub, package, upload):
+    package.write({f"data/{i}.bin": b"%d" % i for i in range(3)})
     package.build()
     upload()
-    assert set(on_disk(package)) <= set(hub.preuploaded) and len(hub.preuploaded) == len(set(hub.preuploaded)) + len(on_disk(package))
-    assert hub.calls.index("preupload_lfs_files") < hub.calls.index("create_commit") and hub.calls.count("preupload_lfs_files") > 3
-    hub.lfs = {f"{VARIANT}/data/{i}.bin" for i in range(40)}
+    hub.lfs = {f"{VARIANT}/data/{i}.bin" for i in range(3)}
     assert upload().commits == {}
-    package.write({"data/7.bin": b"8"})
+    package.write({"data/2.bin": b"8"})
     package.build()
-    assert sorted(upload().plans[0].add) == [f"{VARIANT}/data/7.bin", f"{VARIANT}/metadata.json"]
+    assert sorted(upload().plans[0].add) == [f"{VARIANT}/data/2.bin", f"{VARIANT}/metadata.json"]
 
 
 @pytest.mark.parametrize("when", ("before", "after"), ids=["before it stored the commit", "after it stored the commit"])
