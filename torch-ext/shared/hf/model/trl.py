@@ -3,6 +3,15 @@ whatever model they train, and tells the decoder that they call which of its res
 
 TRL (1.16) binds them by name in several modules. An object with the same `apply` takes its place wherever TRL holds it, at once
 where TRL is imported and else when it is, and hands the calls that ours does not serve to TRL's own. Nothing here imports TRL.
+
+That takes a finder in `sys.meta_path`. To ask at the first forward pass instead whether TRL is there would be too late, or would never
+happen:
+
+- A trainer calls `add_fused_lm_head` when it is made. What that puts on the model knows which tokens have labels, and keeps them in a
+  closure, so a decoder that runs in it can leave no padding out any more; and no later pass of that model can.
+- These functions serve models of which no forward is ours: of families without a row, and in a process of which only another model was
+  given to `kernelize`. None of their passes comes by here.
+- What a user takes from TRL by name (`from trl.kernels import ...`) before a model has run would stay TRL's.
 """
 
 import ast
