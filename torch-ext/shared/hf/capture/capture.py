@@ -21,7 +21,7 @@ from ...ops.second_run import in_backward_pass
 from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
-from ..parts.modules import LAYER
+from ..parts.modules import marked
 from ..parts.tree import NotCopied
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
@@ -155,6 +155,7 @@ class LayerPlace(NotCopied):
         self.model, self.index = model, index
 
 
+@marked
 def captured_forward(layer, *args, **kwargs):
     """The forward of a layer under `capture`: replays its graphs where the call is the recorded one."""
     place = layer.__dict__.get(GRAPHS)
@@ -189,9 +190,6 @@ def captured_forward(layer, *args, **kwargs):
         model.current = None
         return run(layer, args, kwargs)
     return current.call(layer, args, kwargs, key, tensors)
-
-
-setattr(captured_forward, LAYER, captured_forward)
 
 
 def release(module: nn.Module) -> None:

@@ -14,8 +14,8 @@ from ...decoder.spec import Inputs, Norm
 from ...ops.autograd import autocasts
 from ...ops.rotary import rotary, rotary_reference
 from ...ops.swiglu import mlp, swiglu
-from ..parts.lookups import LAYER, overridden, replaced_below
-from ..parts.modules import all_are_listened_to, is_silu, original_forward
+from ..parts.lookups import overridden, replaced_below
+from ..parts.modules import all_are_listened_to, is_silu, marked, original_forward
 from ..parts.weights import is_plain, plain_weight
 
 __all__ = ["gated_mlp_forward", "mlp_forward", "norm_forward", "rotary_of", "rotary_pos_emb", "unless_replaced"]
@@ -36,14 +36,12 @@ def norm_forward(norm: Norm, layer, x: torch.Tensor) -> torch.Tensor:
     return weight * xf.to(x.dtype) if norm.rounds == "first" else (weight * xf).to(x.dtype)
 
 
+@marked
 def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """transformers' `apply_rotary_pos_emb`."""
     if is_plain(q) and is_plain(k) and q.dtype == k.dtype == cos.dtype:
         return rotary(q, k, cos, sin, unsqueeze_dim)
     return rotary_reference(q, k, cos, sin, unsqueeze_dim)  # of different dtypes the wider one is the result's
-
-
-setattr(rotary_pos_emb, LAYER, rotary_pos_emb)
 
 
 def unless_replaced(rotate: Callable, replaced: Callable[[], str], original: Callable[[], Callable]) -> Callable:
@@ -53,17 +51,14 @@ def unless_replaced(rotate: Callable, replaced: Callable[[], str], original: Cal
     def checked(q, k, cos, sin, unsqueeze_dim=1):
         return (original() if replaced() else rotate)(q, k, cos, sin, unsqueeze_dim)
 
-    setattr(checked, LAYER, checked)
-    return checked
+    return marked(checked)
 
 
+@marked
 def narrow_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """`rotary_pos_emb` of families whose angles are fp32 whatever the model's dtype: the result has the dtypes of q and k."""
     turned_q, turned_k = rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
     return turned_q.to(q.dtype), turned_k.to(k.dtype)
-
-
-setattr(narrow_rotary_pos_emb, LAYER, narrow_rotary_pos_emb)
 
 
 def rotary_of(family) -> Callable:
@@ -81,8 +76,7 @@ def rotary_of(family) -> Callable:
         q, k = (turned_reference(spec, x, cos, sin) for x in (q, k))
         return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
-    setattr(rotate, LAYER, rotate)
-    return rotate
+    return marked(rotate)
 
 
 def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
 
 from .families import LOSS
 
-__all__ = ["DEFAULTS", "Settings", "given", "signature_of", "text_of"]
+__all__ = ["DEFAULTS", "Settings", "entries_of", "given", "signature_of", "text_of"]
 
 # What a package's `apply` says of an option that it has. Those that are no operation have a default of their own.
 TEXTS = {
@@ -104,6 +104,15 @@ def given(signature: inspect.Signature, args: tuple, kwargs: Dict[str, Any]) -> 
         raise TypeError(f"apply(): {error}; its options are {', '.join(names)}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def entries_of(name: str, value: Any, known: Sequence[str]) -> Dict[str, Any]:
+    """The mapping that an option of `apply` may be; empty for True and False. Raises TypeError for an entry that does not exist."""
+    found = dict(value) if isinstance(value, Mapping) else {}
+    unknown = [str(each) for each in found if each not in known]
+    if unknown:
+        raise TypeError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return found
 
 
 def text_of(names: Sequence[str], families: str) -> str:

@@ -10,7 +10,7 @@ from types import CellType, FunctionType, MethodType
 from torch import nn
 
 from ..parts.binding import BoundForward
-from ..parts.lookups import ROTARY, name_of
+from ..parts.lookups import ROTARY, is_by, name_of
 from ..parts.modules import (
     FSDP,
     LAYER,
@@ -22,15 +22,17 @@ from ..parts.modules import (
     is_marked,
     is_own_rotary,
     is_transformers_own,
+    marked,
     own_class,
 )
 from ..parts.wrapped import inside
+from .arguments import forward_like
 from .families import Families, Targets
 
 __all__ = [
     "CALL_BEFORE", "WRAPPED", "all_are_seen", "bind", "calls_ours", "claim", "claim_layers", "class_for", "class_of", "class_stranger",
-    "copy_with", "current", "defines_forward", "describe", "hands_on", "holder", "is_wrapper", "original", "other_owner", "other_package",
-    "runs_ours", "slot_of", "stranger", "unbind", "warn_of_others",
+    "copy_with", "current", "defines_forward", "describe", "forward_for", "hands_on", "holder", "is_wrapper", "original", "other_owner",
+    "other_package", "runs_ours", "slot_of", "stranger", "unbind", "warn_of_others",
 ]  # fmt: skip
 
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
@@ -67,6 +69,14 @@ def describe(function, original):
         function.__signature__ = signature
 
 
+def forward_for(original, run, around=lambda forward: forward):
+    """Makes a forward of ours for a module of any class: run(module, arguments by name), with the arguments of another one. around: what
+    stands around it, as `checkpointed` does."""
+    forward = around(forward_like(inspect.signature(original), run))
+    describe(forward, original)
+    return marked(forward)
+
+
 def copy_with(original, replaced):
     """A copy of a forward and of transformers' decorators around it, marked as ours, that finds other functions under global names.
     replaced: these, by their names."""
@@ -87,8 +97,7 @@ def _copied(function, names, closure):
     """A copy of a function with other global names and another closure, marked as ours."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__, copy.__module__, copy.__qualname__ = function.__kwdefaults__, function.__module__, function.__qualname__
-    setattr(copy, LAYER, copy)
-    return copy
+    return marked(copy)
 
 
 def class_of(targets: Targets, name: str):
@@ -301,7 +310,7 @@ def hands_on(module) -> bool:
 
 
 def _are_by_libraries(hooks, with_kwargs) -> bool:
-    return all((getattr(hooks[number], "__module__", None) or "").startswith(HOOKS) for number in with_kwargs if number in hooks)
+    return all(is_by(HOOKS, hooks[number]) for number in with_kwargs if number in hooks)
 
 
 def _inside_accelerates(state):

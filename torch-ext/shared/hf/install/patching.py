@@ -29,7 +29,7 @@ from ..capture import capture as graphs
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, hub_names_of
-from ..family.options import DEFAULTS, Settings
+from ..family.options import DEFAULTS, Settings, entries_of
 from ..family.versions import Unfit, by_argument, modeling_of, note, unfit_texts
 from ..layer import offload as offload_of
 from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
@@ -157,7 +157,7 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
     off = [name for name in needed if not wanted.get(name, True)]
     if told.products != "bf16" and off:
         fail("products", repr(told.products), f"'bf16' without {', '.join(off)}: the fused decoder layer makes them")
-    options = _loss_options(wanted[LOSS])
+    options = entries_of(LOSS, wanted[LOSS], ("ignore_index", *OPTIONS, "skip_logits"))
     found = [prepare(targets) for targets in families]
     note(unknown_of(found, wanted), stacklevel=4)
     register(found)
@@ -268,16 +268,6 @@ def _warn_of_stranger(stranger, operation, stacklevel):
 
 def present(*things):
     return [thing for thing in things if thing is not None]
-
-
-def _loss_options(given):
-    """The mapping of `apply`'s `fused_linear_cross_entropy`; empty for True and False."""
-    options = dict(given) if isinstance(given, Mapping) else {}
-    known = ("ignore_index", *OPTIONS, "skip_logits")
-    unknown = [str(name) for name in options if name not in known]
-    if unknown:
-        raise TypeError(f"fused_linear_cross_entropy has no option {', '.join(unknown)}; it has {', '.join(known)}")
-    return options
 
 
 def _bind_hidden(owner, replacement, modules):

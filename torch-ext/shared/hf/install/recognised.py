@@ -2,7 +2,6 @@
 own forwards there, and says what stopped it where it does not hold."""
 
 import functools
-import inspect
 import sys
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
 
@@ -10,11 +9,10 @@ import torch
 from torch import nn
 
 from ..capture.graphed_layers import WITHOUT_GRAPHS
-from ..family.arguments import forward_like
 from ..family.calls import kind_of
 from ..family.layer_reader import alike
 from ..family.mask_reader import FUNCTIONS, why_masks_stay
-from ..family.ownership import bind, describe, other_owner, slot_of
+from ..family.ownership import bind, forward_for, other_owner, slot_of
 from ..family.probes import flags_of
 from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
@@ -24,7 +22,7 @@ from ..layer.recognised_layer import FACTS, RecognisedLayer
 from ..parts.adapters import inside_wrappers
 from ..parts.explanation import Reason
 from ..parts.facts import NotServed
-from ..parts.lookups import LAYER, SAVED
+from ..parts.lookups import SAVED
 from ..parts.modules import all_are_listened_to, for_class, original_forward
 from ..parts.weights import weight_within
 from . import layers as made
@@ -144,10 +142,8 @@ def _forward_of(own: RecognisedLayer, layer: nn.Module) -> Callable:
     def run(layer, given):
         return decoder_layer_forward(own, layer, given) if own.is_read_for(given) else original(layer, **given)
 
-    forward = checkpointed(forward_like(inspect.signature(original), run))
-    describe(forward, original)
+    forward = forward_for(original, run, checkpointed)
     for each in (forward, for_class(forward)):
-        setattr(each, LAYER, each)
         setattr(each, READ, own)
     return forward
 

@@ -9,7 +9,6 @@ torch's checkpoint saves a layer's input as any node saves a tensor, so hooks fo
 import functools
 import sys
 import threading
-import warnings
 import weakref
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ...ops.arguments import fail
 from ...runtime.device import is_ordinary
 from ...runtime.host_memory import Away
-from ..parts.explanation import Reason
+from ..parts.explanation import Reason, warn_once
 from ..parts.modules import SAVED
 from ..parts.wrapped import WRAPPING
 from .checkpointing import kept_on, move_to, place_of, was_told
@@ -32,7 +31,6 @@ OF_TRANSFORMERS = "gradient_checkpointing_enable.<locals>.checkpoint_func"  # th
 PART = "checkpoints in host memory"  # as `explain` names it
 _last = threading.local()  # by device: the checkpoint that left it last; both refer to it weakly
 _next: Dict[torch.device, Any] = {}  # by device: the checkpoint that was asked back ahead of its turn
-_said: set = set()
 
 
 def check_offload(offload: Any) -> Union[bool, float]:
@@ -133,18 +131,12 @@ def _run(told: Union[bool, float], function, run, *args, **kwargs):
     if not torch.is_grad_enabled():
         return function(run, *args, **kwargs)
     if not isinstance(x, torch.Tensor) or not is_ordinary(x) or x.is_inference():
-        _warn_once("offload: the input of a decoder layer is not an ordinary tensor given by position, and stays on its device")
+        warn_once("offload: the input of a decoder layer is not an ordinary tensor given by position, and stays on its device", 4)
         return function(run, *args, **kwargs)
     if getattr(getattr(function, "func", None), "__qualname__", "").endswith(OF_TRANSFORMERS):  # it would copy once more
         function = functools.partial(checkpoint, *function.args, **function.keywords)
     with _Leaving(x, None if told is True else int(told * 2**30)):
         return function(run, *args, **kwargs)
-
-
-def _warn_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 class Checkpoints:

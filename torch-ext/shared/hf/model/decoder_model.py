@@ -1,6 +1,5 @@
 """The forward of a model without a head: its attention is chosen, and masks of ours take the place of those that it would make."""
 
-import inspect
 from typing import Any, Callable
 
 import torch
@@ -14,10 +13,9 @@ from ..attention.document_bounds import documents_in
 from ..attention.exchange import warn_of_graphs
 from ..attention.masks import TRACEABLE, WINDOWS, kinds_of_layers, makes_masks_by_layer, masks_of_layers, no_mask, visible_rows
 from ..attention.row_documents import spans_in_bounds
-from ..family.arguments import CACHE, forward_like
-from ..family.ownership import describe
-from ..parts.lookups import LAYER
-from ..parts.modules import all_are_listened_to, for_class, is_marked, original_forward, own_forward
+from ..family.arguments import CACHE
+from ..family.ownership import forward_for
+from ..parts.modules import all_are_listened_to, is_marked, original_forward, own_forward
 from ..parts.weights import is_torchs_embedding
 from ..parts.wrapped import inside
 from .padding import left_out_of_decoder, put_back
@@ -139,8 +137,4 @@ def choosing_forward(decoder) -> Callable:
             (choose_attention if exchange_of(decoder.config) is None else leave_attention)(decoder)
         return original(decoder, **given)
 
-    forward = forward_like(inspect.signature(original), run)
-    describe(forward, original)
-    for each in (forward, for_class(forward)):
-        setattr(each, LAYER, each)
-    return forward
+    return forward_for(original, run)

@@ -7,12 +7,10 @@ from typing import Callable, Dict, Union
 
 from torch import nn
 
-from ..family.arguments import forward_like
-from ..family.ownership import bind, describe
+from ..family.ownership import bind, forward_for
 from ..family.versions import changed_texts
 from ..parts.explanation import Reason
 from ..parts.facts import NotServed
-from ..parts.lookups import LAYER
 from ..parts.modules import is_called_as_usual, original_forward
 from .causal_lm import OPTIONS, SHAPE, causal_lm_forward, output_with_metrics
 from .logits_flow import ComputedInside, Flow, flow_of
@@ -66,10 +64,7 @@ def _signature(forward) -> inspect.Signature:
 @functools.lru_cache(maxsize=None)
 def _forward_like(original) -> Callable:
     """The forward that computes the loss without logits, with the arguments of another one."""
-    forward = forward_like(_signature(original), lambda module, given: causal_lm_forward(module, head=None, **given))
-    describe(forward, original)
-    setattr(forward, LAYER, forward)
-    return forward
+    return forward_for(original, lambda module, given: causal_lm_forward(module, head=None, **given))
 
 
 def put_losses_on(read: Read) -> int:

@@ -43,6 +43,7 @@ from ..family.arguments import CACHE
 from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.host_embedding import HostEmbedding
+from ..parts.lookups import is_by
 from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
 from ..parts.tree import HOOKS, tree_of
 from ..parts.weights import weight_within
@@ -156,9 +157,8 @@ def _is_listened_to(states: List[Dict[str, Any]], hooks: Iterable[dict]) -> bool
     for backward, backward_pre, *forward in filter(any, map(HOOKS, states)):
         if backward or backward_pre:
             return True
-        for hook in (hook for hooks in forward for hook in hooks.values()):
-            if not (getattr(hook, "__module__", None) or "").startswith((FSDP, CAPTURING)):
-                return True
+        if not all(is_by((FSDP, CAPTURING), hook) for hooks in forward for hook in hooks.values()):
+            return True
     return False
 
 

@@ -29,6 +29,7 @@ from ...ops.linear_divergence import linear_divergence
 from ...ops.linear_log_probs import linear_log_probs
 from ...ops.log_probs import OUTPUTS
 from ...runtime.device import PLAIN, is_transformed
+from ..family.options import entries_of
 from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprint_of
 from .causal_lm import shift
@@ -299,12 +300,8 @@ def _stand_ins() -> List[Any]:
 
 
 def options_of(log_probs: Union[bool, Mapping]) -> Dict[str, Any]:
-    """The mapping of the option `log_probs`; empty for True and False. Raises TypeError for an entry that does not exist."""
-    options = dict(log_probs) if isinstance(log_probs, Mapping) else {}
-    unknown = [str(name) for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"log_probs has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-    return options
+    """The mapping of the option `log_probs`, as of `entries_of`."""
+    return entries_of("log_probs", log_probs, OPTIONS)
 
 
 def switch(log_probs: Union[bool, Mapping], of_loss: Optional[Mapping] = None) -> None:

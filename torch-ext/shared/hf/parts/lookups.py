@@ -15,8 +15,8 @@ from ...ops.operators import constant_when_traced
 from .wrapped import inside, is_wrapped
 
 __all__ = [
-    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "name_of", "original_forward_of", "original_in", "overridden", "own_rotary",
-    "replaced_below", "rotary_replaced",
+    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "is_by", "name_of", "original_forward_of", "original_in", "overridden",
+    "own_rotary", "replaced_below", "rotary_replaced",
 ]  # fmt: skip
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
@@ -74,6 +74,11 @@ class Lookups:
             pass  # a name is gone
         self.last = self._look()
         return self.last[2]
+
+
+def is_by(libraries, thing) -> bool:
+    """Tells whether a function or a class, such as one that is a hook, is a library's. libraries: how the names of their modules begin."""
+    return (getattr(thing, "__module__", None) or "").startswith(libraries)
 
 
 def own_rotary(modeling) -> Any:

@@ -18,13 +18,13 @@ from torch import nn
 from ...ops.operators import constant_when_traced
 from ...ops.second_run import in_backward_pass
 from .explanation import Reason
-from .lookups import LAYER, SAVED, function_in, original_forward_of, replaced_below
+from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, replaced_below
 
 __all__ = [
     "ACTIVATIONS", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "MODULE_CALL", "OFF", "Layer", "OwnForwards",
     "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class", "is_activation",
-    "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu", "is_transformers_own", "modules_of", "original_forward",
-    "own_class", "own_forward", "rotary_forward", "runs_torchs", "why_not_own", "without_decorators",
+    "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu", "is_transformers_own", "marked", "modules_of",
+    "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs", "why_not_own", "without_decorators",
 ]  # fmt: skip
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
@@ -237,7 +237,7 @@ def decoder_of(causal_lm):
 def why_not_own(module, name: str) -> Reason:
     """Says why a module, by a name for it, is not one that runs what transformers or this package wrote and nothing else."""
     hooks = [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_forward_pre_hooks"].values()]
-    if any((getattr(hook, "__module__", None) or "").startswith(DEEPSPEED) for hook in hooks):
+    if any(is_by(DEEPSPEED, hook) for hook in hooks):
         return Reason("zero3", f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own")
     return Reason("hooks", f"{name} has hooks, or a replaced forward")
 
@@ -281,8 +281,7 @@ class Layer(nn.Module):
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
-        for forward in (cls.forward, for_class(cls.forward)):
-            setattr(forward, LAYER, forward)
+        marked(cls.forward)
 
 
 def rotary_forward(rotate):
@@ -310,6 +309,13 @@ def rotary_forward(rotate):
 def for_class(forward):
     """The forward of a layer that goes on a class; see `checkpointing.checkpointed`."""
     return getattr(forward, "__wrapped__", forward)
+
+
+def marked(forward):
+    """Marks a function, and the one in it that goes on a class, as a forward of this package, and returns it."""
+    for each in (forward, for_class(forward)):
+        setattr(each, LAYER, each)
+    return forward
 
 
 def is_marked(function) -> bool:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.arguments import fail
 from ...runtime.device import PLAIN
 from .explanation import Reason
-from .lookups import replaced_below
+from .lookups import is_by, replaced_below
 from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
 
 __all__ = [
@@ -112,7 +112,7 @@ def sharded_weight(layer):
     by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and classes[1].__module__.startswith(FSDP)
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
     owner = FSDP if by_fsdp else DEEPSPEED if type(layer) is nn.Linear and hooks else None
-    if owner is None or not all((getattr(hook, "__module__", None) or "").startswith(owner) for hook in hooks):
+    if owner is None or not all(is_by(owner, hook) for hook in hooks):
         return None
     listened_to = state["_backward_hooks"] or state["_backward_pre_hooks"]
     if listened_to or "forward" in state or held(layer, "bias") is not None or torch.compiler.is_compiling():

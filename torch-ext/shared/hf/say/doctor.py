@@ -41,6 +41,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def _finding(name: str, found: str, fits: bool, advice: str) -> Finding:
+    """What was found, with advice where it does not fit."""
+    return Finding(name, found, fits, "" if fits else advice)
+
+
 class Report(NamedTuple):
     """What `report` found: printed, a line for each."""
 
@@ -73,10 +78,9 @@ def _libraries(libraries: Libraries) -> List[Finding]:
         try:
             version = torch.__version__ if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
-            findings.append(Finding(name, "not installed", expected is None, advice))
+            findings.append(_finding(name, "not installed", expected is None, advice))
             continue
-        fits = expected is None or version_fits(version, expected)
-        findings.append(Finding(name, version, fits, "" if fits else f"expected {expected}: {advice}"))
+        findings.append(_finding(name, version, expected is None or version_fits(version, expected), f"expected {expected}: {advice}"))
     return findings
 
 
@@ -86,9 +90,8 @@ def _driver() -> Finding:
         version = launch.backend.version()
     except DriverError as error:
         return Finding("driver", str(error), False, f"install driver R580 ({expected}) or newer")
-    fits = version >= MIN_DRIVER
-    return Finding("driver", f"CUDA {version // 1000}.{version % 1000 // 10}", fits,
-                   "" if fits else f"expected {expected} or newer: install driver R580")
+    found = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    return _finding("driver", found, version >= MIN_DRIVER, f"expected {expected} or newer: install driver R580")
 
 
 def _gpus() -> List[Finding]:
@@ -102,7 +105,7 @@ def _gpus() -> List[Finding]:
         what = f"{properties.name}, compute capability {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
         reason = why_no_kernels(torch.device("cuda", index))
         served = f"{what}: {reason}" if reason else f"{what}, kernels of {launch.backend.architecture(index)}"
-        findings.append(Finding(f"cuda:{index}", served, not reason, "PyTorch's operations run there instead" if reason else ""))
+        findings.append(_finding(f"cuda:{index}", served, not reason, "PyTorch's operations run there instead"))
     return findings
 
 
@@ -113,7 +116,7 @@ def _checks() -> List[Finding]:
     failed = sum(bool(case.failures) for case in done.cases)
     found = f"{len(done.cases) - failed} of {len(done.cases)} operations agree with float64 on {done.where}, {done.seconds:.0f} s"
     kernels = f"; {used} of {known} kernels ran" if known else ""
-    return [*findings, Finding("checks", found + kernels, not failed, "" if not failed else "paste this report into an issue")]
+    return [*findings, _finding("checks", found + kernels, not failed, "paste this report into an issue")]
 
 
 def main(report: Callable[..., Report], package: str) -> None:
@@ -132,8 +135,7 @@ def report(package: str, libraries: Libraries = LIBRARIES, check: bool = False, 
     more: what else the package found."""
     try:
         architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
-        kernels = Finding("prebuilt kernels", architectures, architectures != "none",
-                          "" if architectures != "none" else "this build is for CPUs")
+        kernels = _finding("prebuilt kernels", architectures, architectures != "none", "this build is for CPUs")
     except ArtifactError as error:
         kernels = Finding("prebuilt kernels", str(error), False, "install the package again")
     findings = [
