@@ -22,6 +22,7 @@ from .autocast import as_autocast, outside_autocast, without_autocast
 from .autograd import apply_function, autocasts, needs_formula, once_differentiable
 from .operators import constant_when_traced, traceable
 from .recorded import recorded
+from .rows import one_block_a_row
 
 __all__ = ["attention", "attention_reference", "takes_dtype", "takes_heads"]
 
@@ -62,7 +63,7 @@ _capped_dkv_kernel = Kernel("attention_capped_backward_dkv", grid=_blocks_of(1),
 
 _capped_dkv_part_kernel = Kernel("attention_capped_backward_dkv_part", grid=_blocks_of_parts, reads=READS)
 
-_sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
+_sink_gradient_kernel = Kernel("attention_sink_gradient", grid=one_block_a_row)
 
 
 @constant_when_traced

@@ -10,6 +10,7 @@ from .arguments import checked_index, describe, fail
 from .arrays import accumulation_dtype
 from .autocast import without_autocast
 from .linear_head import check_accum_dtype, fp16_factor
+from .rows import blocks_of_pieces, one_block_a_row
 
 __all__ = [
     "Chunk", "CrossEntropyOptions", "KernelChunk", "LinearCrossEntropyOutput", "TokenLosses", "TorchChunk", "check_labels", "check_numbers",
@@ -18,15 +19,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _pieces_grid(c, logits, *_):
-    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
-
-
-_statistics_kernel = Kernel("cross_entropy_statistics", grid=_pieces_grid)
-_statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_pieces_grid)
-_combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
-_gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
-_gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
+_statistics_kernel = Kernel("cross_entropy_statistics", grid=blocks_of_pieces)
+_statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=blocks_of_pieces)
+_combine_kernel = Kernel("cross_entropy_combine", grid=one_block_a_row)
+_gradient_kernel = Kernel("cross_entropy_gradient", grid=blocks_of_pieces)
+_gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=blocks_of_pieces)
 
 
 class CrossEntropyOptions(NamedTuple):

@@ -33,16 +33,17 @@ from .cross_entropy import (
     z_loss_of,
 )
 from .operators import traceable
-from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
+from .rows import blocks_of_pieces, one_block_a_row
+from .softmax import as_rows, most_pieces, pieces, slabs
 from .sums import counted_mean, inverse_count, total
 
 __all__ = ["cross_entropy"]
 
-_statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
-_statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=pieces_grid)
-_combine = Kernel("cross_entropy_combine", grid=one_a_row)
-_gradient = Kernel("cross_entropy_backward", grid=pieces_grid)
-_gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=pieces_grid)
+_statistics = Kernel("cross_entropy_statistics", grid=blocks_of_pieces)
+_statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=blocks_of_pieces)
+_combine = Kernel("cross_entropy_combine", grid=one_block_a_row)
+_gradient = Kernel("cross_entropy_backward", grid=blocks_of_pieces)
+_gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=blocks_of_pieces)
 
 
 def _plain(options: CrossEntropyOptions, class_weight) -> bool:

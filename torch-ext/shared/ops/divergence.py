@@ -16,7 +16,8 @@ from .autograd import apply_function, needs_formula, once_differentiable
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import multiply
 from .operators import traceable
-from .softmax import as_rows, log_sum_exp, pieces, pieces_grid, row_sum, slabs
+from .rows import blocks_of_pieces
+from .softmax import as_rows, log_sum_exp, pieces, row_sum, slabs
 from .sums import inverse_count, nothing, total
 
 __all__ = ["KINDS", "check_numbers", "check_reduction", "divergence_forward", "jsd", "kl_div", "logits_loss", "tvd"]
@@ -28,9 +29,9 @@ _kernels = {
 
 KINDS = {"js": 0, "tv": 1}
 
-logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+logits_loss = {kind: Kernel("divergence_of_logits", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
 
-_logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+_logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
 
 LN2 = 0.6931471805599453
 

@@ -12,6 +12,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import SLAB, accumulation_dtype, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
+from .rows import blocks_of_pieces
 from .swiglu import swiglu as plain_swiglu
 
 __all__ = [
@@ -26,10 +27,6 @@ GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 # act(a) = a * sigmoid(a * (linear + cubic * a^2)), or with the kernels' own polynomial for the exact GELU
 POLYNOMIALS = {"silu": (1.0, 0.0), "gelu_tanh": (GELU_SLOPE, 0.044715 * GELU_SLOPE), "gelu": (0.0, 0.0)}
 APPROXIMATE = {"tanh": "gelu_tanh", "none": "gelu"}
-
-
-def _grid(c, first, *_):
-    return (first.shape[0] * -(-first.shape[1] // c["TILE"]),)
 
 
 def _in_tiles(*tensors: torch.Tensor):
@@ -47,7 +44,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 def _kernels(name: str, reads: Tuple[str, ...]):
     """The kernel for a sigmoid with a polynomial from the caller, and for the exact GELU."""
-    return tuple(Kernel(f"gated_activation_{name}", grid=_grid, views=_in_tiles, reads=reads, where={"ERF": erf}) for erf in (0, 1))
+    options: dict = {"grid": blocks_of_pieces, "views": _in_tiles, "reads": reads}
+    return tuple(Kernel(f"gated_activation_{name}", where={"ERF": erf}, **options) for erf in (0, 1))
 
 
 _forward_kernels = _kernels("forward", ("gate", "up"))

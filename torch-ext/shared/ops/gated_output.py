@@ -11,19 +11,15 @@ from .arguments import describe, fail, need_floats
 from .arrays import HALF, accumulation_dtype, aligned
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
-from .rows import slabs
+from .rows import blocks_of_rows, slabs
 
 __all__ = ["gated_output"]
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
-def _grid(c, out, *_):
-    return (-(-out.shape[0] // c["ROWS"]),)
-
-
-_forward_kernel = Kernel("gated_output_forward", grid=_grid)
-_backward_kernel = Kernel("gated_output_backward", grid=_grid)
+_forward_kernel = Kernel("gated_output_forward", grid=blocks_of_rows)
+_backward_kernel = Kernel("gated_output_backward", grid=blocks_of_rows)
 
 
 def gated_output_reference(out, gate) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, column_sum, sum_of_rows
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
-from .rows import kernels_take, per_row, rows_of, slabs
+from .rows import blocks_of_rows, kernels_take, one_block_a_sum, per_row, rows_of, slabs
 
 __all__ = ["gated_rms_norm"]
 
@@ -20,12 +20,8 @@ Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCKS_PER_SM = 6  # in the backward pass
 
 
-def _grid(c, x, *_):
-    return (-(-x.shape[0] // c["ROWS"]),)
-
-
-_forward_kernel = Kernel("gated_rms_norm_forward", grid=_grid)
-_backward_kernel = Kernel("gated_rms_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+_forward_kernel = Kernel("gated_rms_norm_forward", grid=blocks_of_rows)
+_backward_kernel = Kernel("gated_rms_norm_backward", grid=one_block_a_sum)
 
 
 def gated_rms_norm_reference(x, gate, weight, eps: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, aligned, column_sum, new_like, sum_of_rows
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import halves, traceable
-from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
 
 __all__ = ["layer_norm"]
 
@@ -46,7 +46,7 @@ def _groups_of_columns(c, dx, dy, x, weight, mean, rstd, means, partial):
 
 _forward_kernel = Kernel("layer_norm_forward", "layer_norm_long_forward", grid=one_block_a_row, views=_rows_and_columns)
 _exact_forward_kernel = Kernel("layer_norm_exact_forward", grid=one_block_a_row)
-_backward_kernel = Kernel("layer_norm_exact_backward", "layer_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+_backward_kernel = Kernel("layer_norm_exact_backward", "layer_norm_backward", grid=one_block_a_sum)
 _row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=_row_means_views)
 _columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
 

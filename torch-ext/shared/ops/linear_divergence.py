@@ -22,18 +22,15 @@ from .autograd import autocasts, needs_formula, once_differentiable
 from .cross_entropy import check_one_value_a_class
 from .linear_head import HeadGradients, fp16_factor, scaled, walk, write_wide_logits
 from .log_probs import KernelPiece, ScoreOptions, checked_scores
+from .rows import blocks_of_pieces
 
 __all__ = ["linear_divergence"]
 
 ROOM = 128.0  # as in linear_jsd.py
 
 
-def _pieces_grid(c, logits, *_):
-    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
-
-
-_sums_kernel = Kernel("head_divergence_sums", grid=_pieces_grid)
-_gradient_kernel = Kernel("head_divergence_gradient", grid=_pieces_grid)
+_sums_kernel = Kernel("head_divergence_sums", grid=blocks_of_pieces)
+_gradient_kernel = Kernel("head_divergence_gradient", grid=blocks_of_pieces)
 
 
 class LinearDivergenceOutput(NamedTuple):

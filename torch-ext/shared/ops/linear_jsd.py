@@ -19,7 +19,8 @@ from .divergence import KINDS, check_numbers, jsd
 from .divergence import logits_loss as _loss_kernels
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
-from .softmax import log_sum_exp, pieces_grid, row_sum, slabs
+from .rows import blocks_of_pieces
+from .softmax import log_sum_exp, row_sum, slabs
 from .softmax import pieces as pieces_of
 from .sums import inverse_count, nothing
 
@@ -30,7 +31,7 @@ REDUCTIONS = ("batchmean", "sum")
 # as large as what the loss is multiplied by; fp16 has room for twice as much.
 ROOM = 128.0
 
-_in_place_kernel = Kernel("divergence_of_logits_in_place", grid=pieces_grid, where={"KIND": KINDS["js"]})
+_in_place_kernel = Kernel("divergence_of_logits_in_place", grid=blocks_of_pieces, where={"KIND": KINDS["js"]})
 
 
 class _Piece:

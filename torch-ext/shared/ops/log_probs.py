@@ -13,6 +13,7 @@ from .arrays import accumulation_dtype
 from .cross_entropy import CrossEntropyOptions, KernelChunk, is_counted, shift_of
 from .linear_head import fp16_factor
 from .operators import constant
+from .rows import blocks_of_pieces, one_block_a_row
 
 __all__ = [
     "OUTPUTS", "KernelPiece", "LikelihoodPiece", "Piece", "ScoreOptions", "TokenLogProbs", "Upstream", "checked_scores", "of_logits",
@@ -25,18 +26,14 @@ BITS = {"entropy": 1, "log_sum_sq_probs": 2, "mean_logits": 4, "is_top1": 8}  # 
 SMALLEST = 1e-30  # a factor of scores with which fp32 computes
 
 
-def _pieces_grid(c, logits, *_):
-    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
-
-
 def _forms(name: str) -> dict:
     """(whether more than log_probs is computed, whether there is a softcap) -> the kernel's form."""
-    forms = {form: Kernel(name, grid=_pieces_grid, where={"MORE": form[0], "CAPPED": form[1]}) for form in ((0, 0), (1, 0), (1, 1))}
+    forms = {form: Kernel(name, grid=blocks_of_pieces, where={"MORE": form[0], "CAPPED": form[1]}) for form in ((0, 0), (1, 0), (1, 1))}
     return {**forms, (0, 1): forms[1, 1]}
 
 
 _statistics_kernels = _forms("log_probs_statistics")
-_combine_kernel = Kernel("log_probs_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+_combine_kernel = Kernel("log_probs_combine", grid=one_block_a_row)
 _gradient_kernels = _forms("log_probs_gradient")
 
 

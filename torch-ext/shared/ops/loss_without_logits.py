@@ -4,6 +4,7 @@ import torch
 
 from ..runtime.launch import Kernel
 from .cross_entropy import Chunk
+from .rows import one_block_a_row
 
 __all__ = ["LossWithoutLogits"]
 
@@ -14,7 +15,7 @@ _linear_kernel = Kernel(
     "linear_cross_entropy_statistics",
     grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
 )
-_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, hidden, *_: (hidden.shape[0],))
+_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=one_block_a_row)
 
 
 class LossWithoutLogits(Chunk):

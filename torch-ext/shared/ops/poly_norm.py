@@ -10,7 +10,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, column_sum, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
-from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
 
 __all__ = ["poly_norm"]
 
@@ -30,8 +30,8 @@ def _backward_views(dx, dy, x, *rest):
 
 
 _forward_kernel = Kernel("poly_norm_forward", "poly_norm_long_forward", grid=one_block_a_row, views=_forward_views)
-_backward_kernel = Kernel("poly_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
-_long_backward_kernel = Kernel("poly_norm_long_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],), views=_backward_views)
+_backward_kernel = Kernel("poly_norm_backward", grid=one_block_a_sum)
+_long_backward_kernel = Kernel("poly_norm_long_backward", grid=one_block_a_sum, views=_backward_views)
 
 
 def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arrays import accumulation_dtype, aligned
+from .rows import one_block_a_row
 from .swiglu import backward_in_place, swiglu_forward
 
 __all__ = [
@@ -43,10 +44,6 @@ def _blocks(c, x, *_):
     return (-(-x.shape[0] // c["ROWS"]) * -(-x.shape[1] // c["TILE"]),)
 
 
-def _one_a_row(c, x, *_):
-    return (x.shape[0],)
-
-
 def _words(*tensors):
     """Four codes of a column as one number, where they lie so."""
     *others, codes, scales = tensors
@@ -54,11 +51,11 @@ def _words(*tensors):
     return *others, codes.view(torch.int32) if whole else codes, scales
 
 
-_rows = Kernel("quantise_rows", grid=_one_a_row)
+_rows = Kernel("quantise_rows", grid=one_block_a_row)
 _transposed = Kernel("quantise_transposed", grid=_blocks, views=_words)
 _recoded = Kernel("recode_transposed", grid=_blocks, views=_words)
-_swiglu = Kernel("swiglu_quantised", grid=_one_a_row)
-_swiglu_backward = Kernel("swiglu_backward_quantised", grid=_one_a_row)
+_swiglu = Kernel("swiglu_quantised", grid=one_block_a_row)
+_swiglu_backward = Kernel("swiglu_backward_quantised", grid=one_block_a_row)
 
 
 def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:

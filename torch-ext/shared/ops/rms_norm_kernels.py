@@ -20,7 +20,7 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .arrays import HALF, as_rows, column_sum, new_like, split_rows
-from .rows import SEGMENT, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, one_block_a_sum, per_row, rows_of, segments, slabs
 
 __all__ = ["SEGMENTS", "NormCall", "family_of"]
 
@@ -42,10 +42,6 @@ class NormCall(NamedTuple):
 
 def _one_block_a_row(c, x, *_):
     return (-(-x.shape[0] // c.get("ROWS", 1)),)
-
-
-def _one_partial_sum_a_block(c, *tensors):
-    return (tensors[-1].shape[0],)
 
 
 class WholeRows:
@@ -215,9 +211,9 @@ class Segments:
         self._add_forward = Kernel("general_add_rms_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
         self._scaled_add_forward = Kernel("scaled_add_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
         self._apply = Kernel("general_rms_norm_apply", grid=_one_block_a_row, views=_forward_views)
-        self._backward = Kernel("general_rms_norm_backward", grid=_one_partial_sum_a_block)
-        self._short_backward = Kernel("general_rms_norm_rows_backward", grid=_one_partial_sum_a_block)
-        self._add_backward = Kernel("general_add_rms_norm_backward", grid=_one_partial_sum_a_block)
+        self._backward = Kernel("general_rms_norm_backward", grid=one_block_a_sum)
+        self._short_backward = Kernel("general_rms_norm_rows_backward", grid=one_block_a_sum)
+        self._add_backward = Kernel("general_add_rms_norm_backward", grid=one_block_a_sum)
         self._row_means = Kernel("general_rms_norm_row_means", grid=_one_block_a_row, views=_row_means_views)
         self._columns = Kernel("general_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
         self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
@@ -314,11 +310,11 @@ ROWS = Rows(
     ),
     Kernel(
         "rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward",
-        grid=_one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"),
+        grid=one_block_a_sum, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"),
     ),
     Kernel("add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows),
     Kernel(
-        "add_rms_norm_backward", grid=_one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
+        "add_rms_norm_backward", grid=one_block_a_sum, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
     ),
     Kernel("rms_norm_apply", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
 )  # fmt: skip
@@ -327,7 +323,7 @@ ONE_TILE = OneTile(
     "last",
     Kernel("round_last_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
     Kernel(
-        "round_last_rms_norm_backward", grid=_one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd")
+        "round_last_rms_norm_backward", grid=one_block_a_sum, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd")
     ),
     Kernel(
         "round_last_add_rms_norm_forward",
@@ -335,7 +331,7 @@ ONE_TILE = OneTile(
     ),
     Kernel(
         "round_last_add_rms_norm_backward",
-        grid=_one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd"),
+        grid=one_block_a_sum, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd"),
     ),
 )  # fmt: skip
 SEGMENTS = Segments()

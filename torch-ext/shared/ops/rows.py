@@ -7,7 +7,10 @@ import torch
 from ..runtime.device import kernels_run_on
 from .arrays import HALF, SLAB, aligned, unit_stride
 
-__all__ = ["SEGMENT", "kernels_take", "one_block_a_row", "per_row", "rows_of", "segments", "slabs"]
+__all__ = [
+    "SEGMENT", "blocks_of_pieces", "blocks_of_rows", "kernels_take", "one_block_a_row", "one_block_a_sum", "per_row", "rows_of", "segments",
+    "slabs",
+]  # fmt: skip
 
 SEGMENT = 64  # of kernel_src/segments.py
 
@@ -44,8 +47,27 @@ def slabs(*rows: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(count, start + most))
 
 
+# ---------------------------------------------------------------- grids
 def one_block_a_row(c, x, *_) -> Tuple[int]:
     return (x.shape[0],)
+
+
+def blocks_of_rows(c, x, *_) -> Tuple[int]:
+    """One block for every ROWS rows."""
+    return (-(-x.shape[0] // c["ROWS"]),)
+
+
+def blocks_of_pieces(c, x, *_) -> Tuple[int]:
+    """One block for every TILE elements of a row."""
+    return (x.shape[0] * -(-x.shape[1] // c["TILE"]),)
+
+
+def one_block_a_sum(c, *tensors) -> Tuple[int]:
+    """One block for each row of the last tensor, in which it leaves its sums."""
+    return (tensors[-1].shape[0],)
+
+
+# ---------------------------------------------------------------- of each row
 
 
 def per_row(x: torch.Tensor, rows: int, *more: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ from .arguments import describe, fail
 from .arrays import HALF, SLAB, accumulation_dtype, kernels_compute, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
+from .rows import blocks_of_pieces, blocks_of_rows, one_block_a_row
 
 __all__ = [
-    "as_rows", "by_dtype_and_tile", "log_sum_exp", "most_pieces", "one_a_row", "over_dimension", "pieces", "pieces_grid", "row_sum",
-    "rows_grid", "runs_whole", "slabs", "softmax",
+    "as_rows", "by_dtype_and_tile", "log_sum_exp", "most_pieces", "over_dimension", "pieces", "row_sum", "runs_whole", "slabs", "softmax",
 ]  # fmt: skip
 
 # Rows of at most so many elements stay in registers: the kernel's tiles, those for half precision, and those that take rows at any address.
@@ -21,45 +21,32 @@ TILES, TILES_OF_HALF, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (128, 10
 MOST_BLOCKS = 2**24 - 1
 
 
-def rows_grid(c, x, *_):
-    return (-(-x.shape[0] // c["ROWS"]),)
-
-
-def pieces_grid(c, x, *_):
-    """One block for every TILE elements of a row."""
-    return (x.shape[0] * -(-x.shape[1] // c["TILE"]),)
-
-
-def one_a_row(c, x, *_):
-    return (x.shape[0],)
-
-
 def _blocks_that_walk(c, x, *_):
     return (min(x.shape[0], multiprocessors(x)),)
 
 
 def by_dtype_and_tile(name: str, tiles: Sequence[int]) -> Dict[torch.dtype, Dict[int, Kernel]]:
-    every = {tile: Kernel(name, grid=rows_grid, where={"TILE": tile}) for tile in tiles}
+    every = {tile: Kernel(name, grid=blocks_of_rows, where={"TILE": tile}) for tile in tiles}
     of_half = {tile: every[tile] for tile in TILES_OF_HALF}
     return {torch.float32: every, **dict.fromkeys(HALF, of_half)}
 
 
 _forward_rows, _backward_rows = by_dtype_and_tile("softmax_forward", TILES), by_dtype_and_tile("softmax_backward", TILES)
-_held_forward = [Kernel("softmax_held_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in (2, 4, 8)]
+_held_forward = [Kernel("softmax_held_forward", grid=one_block_a_row, where={"TILES": tiles}) for tiles in (2, 4, 8)]
 _held_backward = [
-    *[Kernel("softmax_held_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in (2, 4)],
+    *[Kernel("softmax_held_backward", grid=one_block_a_row, where={"TILES": tiles}) for tiles in (2, 4)],
     Kernel("softmax_copied_backward", "softmax_walking_backward", grid=_blocks_that_walk),
 ]
 # By the number of slices that the result comes in.
-_spread_forward = {count: Kernel(f"softmax_spread_{count}_forward", grid=one_a_row) for count in (5, 8)}
-_spread_backward = {count: Kernel(f"softmax_spread_{count}_backward", grid=one_a_row) for count in (5, 8)}
-_statistics = Kernel("softmax_statistics", grid=pieces_grid)
-_combine = Kernel("softmax_combine", grid=one_a_row)
-_totals = Kernel("softmax_totals", grid=one_a_row)
-_apply = Kernel("softmax_apply", grid=pieces_grid)
-_dot = Kernel("softmax_dot", grid=pieces_grid)
-_gradient = Kernel("softmax_gradient", grid=pieces_grid)
-_row_sum = Kernel("row_sum", grid=one_a_row)
+_spread_forward = {count: Kernel(f"softmax_spread_{count}_forward", grid=one_block_a_row) for count in (5, 8)}
+_spread_backward = {count: Kernel(f"softmax_spread_{count}_backward", grid=one_block_a_row) for count in (5, 8)}
+_statistics = Kernel("softmax_statistics", grid=blocks_of_pieces)
+_combine = Kernel("softmax_combine", grid=one_block_a_row)
+_totals = Kernel("softmax_totals", grid=one_block_a_row)
+_apply = Kernel("softmax_apply", grid=blocks_of_pieces)
+_dot = Kernel("softmax_dot", grid=blocks_of_pieces)
+_gradient = Kernel("softmax_gradient", grid=blocks_of_pieces)
+_row_sum = Kernel("row_sum", grid=one_block_a_row)
 
 
 # ---------------------------------------------------------------- what operations on rows share

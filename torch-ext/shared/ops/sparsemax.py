@@ -5,18 +5,8 @@ import torch
 from ..runtime.launch import Kernel
 from .arrays import accumulation_dtype, kernels_compute, new_like
 from .operators import traceable
-from .softmax import (
-    as_rows,
-    by_dtype_and_tile,
-    one_a_row,
-    over_dimension,
-    pieces,
-    pieces_grid,
-    row_sum,
-    rows_grid,
-    runs_whole,
-    slabs,
-)
+from .rows import blocks_of_pieces, blocks_of_rows, one_block_a_row
+from .softmax import as_rows, by_dtype_and_tile, over_dimension, pieces, row_sum, runs_whole, slabs
 
 __all__ = ["sparsemax"]
 
@@ -30,19 +20,19 @@ def _chunk_blocks(c, x, *_):
 
 
 _forward_rows = {
-    tile: Kernel("sparsemax_forward", grid=rows_grid, where={"TILE": tile})
+    tile: Kernel("sparsemax_forward", grid=blocks_of_rows, where={"TILE": tile})
     if tile <= SEVERAL
-    else Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": 1})
+    else Kernel("sparsemax_row_forward", grid=one_block_a_row, where={"TILE": tile, "TILES": 1})
     for tile in TILES
 }
 _backward_rows = by_dtype_and_tile("sparsemax_backward", TILES)
-_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": HELD_TILES}) for tile in HELD]
-_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in (8, 16)]
+_held_forward = [Kernel("sparsemax_row_forward", grid=one_block_a_row, where={"TILE": tile, "TILES": HELD_TILES}) for tile in HELD]
+_held_backward = [Kernel("sparsemax_row_backward", grid=one_block_a_row, where={"TILES": tiles}) for tiles in (8, 16)]
 _maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
-_threshold = Kernel("sparsemax_threshold", grid=one_a_row)
-_apply = Kernel("sparsemax_apply", grid=pieces_grid)
-_sums = Kernel("sparsemax_sums", grid=pieces_grid)
-_gradient = Kernel("sparsemax_gradient", grid=pieces_grid)
+_threshold = Kernel("sparsemax_threshold", grid=one_block_a_row)
+_apply = Kernel("sparsemax_apply", grid=blocks_of_pieces)
+_sums = Kernel("sparsemax_sums", grid=blocks_of_pieces)
+_gradient = Kernel("sparsemax_gradient", grid=blocks_of_pieces)
 
 
 def sparsemax_reference(x: torch.Tensor) -> torch.Tensor:
