@@ -164,13 +164,6 @@ CHECKS = {
 ROW_FILE, ROW_KERNELS = "kernel_src/row_norm_rotary.py", "shared/ops/row_norm_kernels.py"
 FILE, OPERATION, KERNELS = "kernel_src/head_norm_rotary.py", "shared/ops/rotary.py", "shared/ops/head_norm_kernels.py"
 DECODER = "shared/decoder/heads.py"
-# Errors that change no result.
-_SAME = {
-    """dq_weight, dk_weight = (
-        column_sum(torch.cat(found), weight.dtype) if need else weight.new_empty(0)
-        for found, weight, need in zip(sums, weights, needs)
-    )""": "one tensor needs no joining, and is the same joined",
-}
 MUTANTS = [
     *generated(FILE, "part", "backward forward gradient_of head_norm_rotary_forward heads_of"),
     *generated(FILE, "whole", "head_norm_rotary_backward"),
@@ -178,7 +171,7 @@ MUTANTS = [
     *generated(ROW_FILE, "rows",
                "backward forward half_of heads_from row_norm_rotary_backward row_norm_rotary_forward turned weight_halves"),
     *generated(DECODER, "pairs", "pair_table"),
-    *generated(KERNELS, "slabs or into", "backward_into", same=_SAME),
+    *generated(KERNELS, "slabs or into", "backward_into"),
     *generated(KERNELS, "slabs", "launches_of"),
     *errors_in(FILE, "part", "heads_of", ("row // x.shape[1]", "row // x.shape[0]")),
     *errors_in(FILE, "whole", "read_angles", ("columns_from(HALF, HALF)", "columns_from(0, HALF)", "whole")),
@@ -192,9 +185,8 @@ MUTANTS = [
     *errors_in(ROW_FILE, "rows", "forward", ("turned(t1, t2, r, weight, HEADS", "turned(t1, t2, r, weight, 0")),
     *errors_in(ROW_FILE, "rows", "backward", ("range(block, x.shape[0]", "range(0, x.shape[0]")),
     *errors_in(ROW_KERNELS, "rows", "backward_into", ("*partials, offset)", "*partials, 0.0)")),
-    *errors_in(ROW_KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
     *errors_in(DECODER, "rows", "heads_backward", ("rstds, spec.heads.offset, needs", "rstds[::-1], spec.heads.offset, needs")),
-    *errors_in(KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
+    *errors_in("shared/ops/arrays.py", "slabs", "column_sum_of", ("torch.cat(list(partials))", "partials[0]")),
     *errors_in(KERNELS, "into", "backward_into", ("if result is not out:", "if False:")),
     *errors_in(OPERATION, "turned alone", "rotary_backward_into", ("_kernels[1]", "_kernels[0]")),
     *errors_in(OPERATION, "part", "_QKNormRotary.forward", ("= eps, offset, rotary_dim", "= eps, 0.0, rotary_dim")),

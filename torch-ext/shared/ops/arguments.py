@@ -1,12 +1,13 @@
 """Arguments of operations: how a wrong one is said, and checks that several share."""
 
 from numbers import Integral
+from typing import Optional
 
 import torch
 
 from ..runtime.launch import INT32_MAX
 
-__all__ = ["checked_index", "describe", "fail", "need_floats"]
+__all__ = ["checked_index", "describe", "fail", "need_alike", "need_device", "need_floats", "need_rows"]
 
 
 def fail(argument: str, found, expected: str, error=ValueError):
@@ -34,3 +35,22 @@ def need_floats(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             fail(name, describe(tensor), "a floating point tensor")
+
+
+def need_alike(name: str, tensor: torch.Tensor, of: str, other: torch.Tensor) -> None:
+    """Raises ValueError for a tensor of another shape, dtype or device than the argument `of`, which is `other`."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype or tensor.device != other.device:
+        fail(name, describe(tensor), f"like {of}, which is {describe(other)}")
+
+
+def need_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor without dimensions."""
+    if tensor.dim() == 0:
+        fail(name, describe(tensor), "a tensor with a last dimension")
+
+
+def need_device(of: str, device: torch.device, **tensors: Optional[torch.Tensor]) -> None:
+    """Raises ValueError for a tensor on another device than that of the argument `of`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            fail(name, describe(tensor), f"on the device of {of}, {device}")

@@ -9,8 +9,8 @@ from ..runtime.launch import GRID_MAX, INT32_MAX, Kernel, overlaps
 from .arguments import describe, fail
 
 __all__ = [
-    "HALF", "REACH", "SLAB", "ElementwiseKernel", "accumulation_dtype", "aligned", "as_rows", "column_sum", "flat_rows", "kernels_compute",
-    "new_like", "split_rows", "sum_of_rows", "unit_stride", "within_reach",
+    "HALF", "REACH", "SLAB", "ElementwiseKernel", "accumulation_dtype", "aligned", "as_rows", "column_sum", "column_sum_of", "flat_rows",
+    "kernels_compute", "new_like", "split_rows", "sum_of_rows", "unit_stride", "within_reach",
 ]  # fmt: skip
 
 HALF = (torch.bfloat16, torch.float16)
@@ -36,6 +36,11 @@ def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = partial.new_empty(partial.shape[1], dtype=dtype)
     column_sum_kernel(partial, out)
     return out
+
+
+def column_sum_of(partials: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """`column_sum` of what several launches left, [rows, columns] each."""
+    return column_sum(partials[0] if len(partials) == 1 else torch.cat(list(partials)), dtype)
 
 
 def new_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..runtime.launch import Kernel
-from .arguments import checked_index, describe, fail
+from .arguments import checked_index, describe, fail, need_alike
 from .arrays import accumulation_dtype, flat_rows, kernels_compute, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
@@ -319,8 +319,7 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
 def _check(x, y, labels, reduction, from_logits, temperature):
     if not x.is_floating_point() or x.dim() == 0:
         fail("input", describe(x), "a floating point tensor [..., classes]")
-    if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
-        fail("target", describe(y), f"like input, which is {describe(x)}")
+    need_alike("target", y, "input", x)
     if labels is not None and (labels.shape != x.shape[:-1] or labels.dtype != torch.int64 or labels.device != x.device):
         fail("labels", describe(labels), f"torch.int64 {list(x.shape[:-1])} on {x.device}, one a row")
     check_reduction(reduction)

@@ -12,7 +12,7 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_device, need_floats
 from .arrays import accumulation_dtype, unit_stride
 from .autocast import outside_autocast, without_autocast
 from .autograd import autocasts, needs_formula, once_differentiable
@@ -325,9 +325,7 @@ def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, do
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and (tensor.shape != shape or tensor.dtype != hidden.dtype or tensor.device != hidden.device):
             fail(name, describe(tensor), f"{hidden.dtype} {list(shape)} on {hidden.device}")
-    for name, tensor in (("expert", expert), ("scores", scores)):
-        if tensor.device != hidden.device:
-            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    need_device("hidden", hidden.device, expert=expert, scores=scores)
     if alpha and not limit > 0:
         fail("limit", limit, "a positive number")
 

@@ -8,7 +8,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_alike, need_floats
 from .arrays import SLAB, accumulation_dtype, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -193,8 +193,7 @@ class _PackedGatedActivation(torch.autograd.Function):
 
 
 def _check(gate, up):
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
-        fail("up", describe(up), f"like gate, which is {describe(gate)}")
+    need_alike("up", up, "gate", gate)
     need_floats(gate=gate)
 
 

@@ -7,7 +7,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .arguments import describe, fail, need_floats
+from .arguments import need_alike, need_floats, need_rows
 from .arrays import HALF, accumulation_dtype, aligned
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -122,10 +122,8 @@ def gated_output(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         ValueError: if shapes, dtypes or devices do not fit.
     """
     need_floats(out=out, gate=gate)
-    if out.dim() == 0:
-        fail("out", describe(out), "a tensor with a last dimension")
-    if gate.shape != out.shape or gate.dtype != out.dtype or gate.device != out.device:
-        fail("gate", describe(gate), f"like out, which is {describe(out)}")
+    need_rows("out", out)
+    need_alike("gate", gate, "out", out)
     if needs_formula(out, gate):
         return gated_output_reference(out, gate)
     return apply_function(GatedOutputFunction, out, gate)

@@ -8,8 +8,8 @@ from torch.nn.functional import silu
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arguments import describe, fail, need_floats
-from .arrays import accumulation_dtype, column_sum, sum_of_rows
+from .arguments import describe, fail, need_alike, need_floats, need_rows
+from .arrays import accumulation_dtype, column_sum_of, sum_of_rows
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
 from .rows import blocks_of_rows, kernels_take, one_block_a_sum, per_row, rows_of, slabs
@@ -80,8 +80,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: tor
         partials.append(partial)
     if not need_dweight:
         return dx.view(x.shape), dgate.view(x.shape), weight.new_empty(0)
-    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
-    return dx.view(x.shape), dgate.view(x.shape), column_sum(partial, weight.dtype)
+    return dx.view(x.shape), dgate.view(x.shape), column_sum_of(partials, weight.dtype)
 
 
 gated_rms_norm_forward = traceable("gated_rms_norm_forward", _forward)
@@ -122,10 +121,8 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
         ValueError: if shapes, dtypes or devices do not fit.
     """
     need_floats(x=x, gate=gate, weight=weight)
-    if x.dim() == 0:
-        fail("x", describe(x), "a tensor with a last dimension")
-    if gate.shape != x.shape or gate.dtype != x.dtype or gate.device != x.device:
-        fail("gate", describe(gate), f"like x, which is {describe(x)}")
+    need_rows("x", x)
+    need_alike("gate", gate, "x", x)
     if weight.shape != x.shape[-1:] or weight.device != x.device:
         fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
     if needs_formula(x, gate, weight):

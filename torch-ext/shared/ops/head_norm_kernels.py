@@ -10,7 +10,7 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import SLAB, aligned, column_sum, new_like
+from .arrays import SLAB, aligned, column_sum_of, new_like
 
 __all__ = ["backward_into", "flat_heads", "forward", "has", "is_rows", "launches_of", "takes"]
 
@@ -87,10 +87,8 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps: f
     for out, result in zip(outs, written):
         if result is not out:
             out.copy_(result)
-    dq_weight, dk_weight = (
-        column_sum(found[0] if len(found) == 1 else torch.cat(found), weight.dtype) if need else weight.new_empty(0)
-        for found, weight, need in zip(sums, weights, needs)
-    )
+    given = zip(sums, weights, needs)
+    dq_weight, dk_weight = (column_sum_of(found, weight.dtype) if need else weight.new_empty(0) for found, weight, need in given)
     return dq_weight, dk_weight
 
 

@@ -7,7 +7,7 @@ import torch
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
-from .arrays import accumulation_dtype, aligned, column_sum, new_like, sum_of_rows
+from .arrays import accumulation_dtype, aligned, column_sum_of, new_like, sum_of_rows
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
@@ -112,8 +112,7 @@ def _backward(
         partials.append(partial)
     if not need_parameters:
         return dx.view(x.shape), nothing
-    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
-    return dx.view(x.shape), column_sum(partial.view(-1, 2 * n), weight.dtype).view(2, n)
+    return dx.view(x.shape), column_sum_of([each.view(-1, 2 * n) for each in partials], weight.dtype).view(2, n)
 
 
 def _blocks_per_sm(x_dtype, weight_dtype, length: int) -> int:

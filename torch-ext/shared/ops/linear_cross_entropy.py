@@ -12,7 +12,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 
 from ..runtime.device import kernels_run_on
-from .arguments import describe, fail
+from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast
 from .autograd import autocasts, needs_formula, once_differentiable
@@ -343,9 +343,7 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
         check_one_value_a_class(name, vector, classes)
     if bias is not None and bias.dtype != hidden.dtype:
         fail("bias", describe(bias), f"of hidden's dtype, {hidden.dtype}")
-    for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
-        if tensor is not None and tensor.device != hidden.device:
-            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    need_device("hidden", hidden.device, weight=weight, target=target, bias=bias, class_weight=class_weight)
     check_reduction(reduction)
     check_labels(target, classes, ignore_index)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, contiguous_copy
-from .arguments import describe, fail
+from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .autograd import autocasts, needs_formula, once_differentiable
@@ -270,11 +270,8 @@ def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) -
             fail(f"{name}weight", describe(head), f"a floating point tensor [{classes}, {states.shape[-1]}]")
     for name, vector in (("bias", bias), ("teacher_bias", teacher_bias)):
         check_one_value_a_class(name, vector, weight.shape[0])
-    others = {"weight": weight, "bias": bias, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight,
-              "teacher_bias": teacher_bias}  # fmt: skip
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != hidden.device:
-            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    need_device("hidden", hidden.device, weight=weight, bias=bias, **teacher)
 
 
 SELF_CHECKS = {

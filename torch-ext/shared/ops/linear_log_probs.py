@@ -23,7 +23,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence
 import torch
 
 from ..runtime.device import kernels_run_on
-from .arguments import describe, fail
+from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast
 from .autograd import autocasts, needs_formula, once_differentiable
@@ -303,10 +303,7 @@ def _check(hidden, weight, target, bias, coefficients, ignore_index) -> None:
         fail("bias", describe(bias), "of a floating point dtype")
     if coefficients is not None and (coefficients.shape != target.shape or not coefficients.is_floating_point()):
         fail("coefficients", describe(coefficients), f"a floating point tensor {list(target.shape)}, one number a token")
-    others = {"weight": weight, "target": target, "bias": bias, "coefficients": coefficients}
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != hidden.device:
-            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    need_device("hidden", hidden.device, weight=weight, target=target, bias=bias, coefficients=coefficients)
     check_labels(target, weight.shape[0], ignore_index)
 
 

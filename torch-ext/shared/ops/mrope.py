@@ -6,7 +6,7 @@ import torch
 
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_device, need_floats
 from .arrays import SLAB, kernels_compute
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -136,9 +136,7 @@ def _check(q, k, cos, sin, unsqueeze_dim) -> int:
     same = k.dim() == 4 and all(k.shape[i] == q.shape[i] for i in (0, tokens_dim, 3))
     if not same or k.dtype != q.dtype or k.device != q.device:
         fail("k", describe(k), f"q's batch, tokens, head_dim, dtype and device; q is {describe(q)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.device != q.device:
-            fail(name, describe(table), f"on the device of q, {q.device}")
+    need_device("q", q.device, cos=cos, sin=sin)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         fail("sin", describe(sin), f"like cos, which is {describe(cos)}")
     return heads_dim

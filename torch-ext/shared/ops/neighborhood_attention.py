@@ -7,7 +7,7 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_alike, need_floats
 from .arrays import SLAB, accumulation_dtype
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -219,8 +219,7 @@ def neighborhood_attention(
     if q.dim() != 4 or q.shape[-1] == 0:
         fail("q", describe(q), "[batch, heads, tokens, head_dim]")
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape != q.shape or tensor.dtype != q.dtype or tensor.device != q.device:
-            fail(name, describe(tensor), f"like q, which is {describe(q)}")
+        need_alike(name, tensor, "q", q)
     if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
         fail("kernel_size", kernel_size, "an odd positive int")
     if not isinstance(dilation, int) or dilation < 1:

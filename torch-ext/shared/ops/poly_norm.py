@@ -6,8 +6,8 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .arguments import describe, fail, need_floats
-from .arrays import accumulation_dtype, column_sum, new_like
+from .arguments import describe, fail, need_floats, need_rows
+from .arrays import accumulation_dtype, column_sum_of, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
@@ -91,8 +91,7 @@ def _backward(
         kernel(dx[part], dy[part], rows[part], weight, rstd[part], partials[-1])
     if not need_parameters:
         return dx.view(x.shape), weight.new_empty(0)
-    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
-    return dx.view(x.shape), column_sum(partial, weight.dtype)
+    return dx.view(x.shape), column_sum_of(partials, weight.dtype)
 
 
 poly_norm_forward = traceable("poly_norm_forward", _forward)
@@ -122,8 +121,7 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
     need_floats(x=x, weight=weight, bias=bias)
-    if x.dim() == 0:
-        fail("x", describe(x), "a tensor with a last dimension")
+    need_rows("x", x)
     for name, parameter, count in (("weight", weight, 3), ("bias", bias, 1)):
         if parameter.numel() != count or (name == "weight" and parameter.dim() != 1) or parameter.device != x.device:
             fail(name, describe(parameter), f"{count} element{'s' * (count > 1)} on {x.device}")

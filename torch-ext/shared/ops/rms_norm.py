@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 
 import torch
 
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_alike, need_floats
 from .arrays import accumulation_dtype, sum_of_rows
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -236,8 +236,8 @@ def check(x, weight, eps, offset, rounds, residual=None, names=("x", "weight")) 
         fail(of_weight, describe(weight), f"on the device of {of_x}, {x.device}")
     if not weight.is_floating_point():
         need_floats(**{of_weight: weight})
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
-        fail("residual", describe(residual), f"like {of_x}, which is {describe(x)}")
+    if residual is not None:
+        need_alike("residual", residual, of_x, x)
     return weight, float(eps), float(offset), rounds
 
 

@@ -19,7 +19,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import HALF, as_rows, column_sum, new_like, split_rows
+from .arrays import HALF, as_rows, column_sum, column_sum_of, new_like, split_rows
 from .rows import SEGMENT, one_block_a_sum, per_row, rows_of, segments, slabs
 
 __all__ = ["SEGMENTS", "NormCall", "family_of"]
@@ -288,8 +288,7 @@ class Segments:
             partials.append(partial)
         if not need_dweight:
             return dx.view(x.shape), weight.new_empty(0)
-        partial = partials[0] if len(partials) == 1 else torch.cat(partials)
-        return dx.view(x.shape), column_sum(partial, weight.dtype)
+        return dx.view(x.shape), column_sum_of(partials, weight.dtype)
 
     def _blocks_per_sm(self, norm: NormCall) -> int:
         """Blocks that an SM holds of the kernel for rows in registers; 0 where none takes such rows."""

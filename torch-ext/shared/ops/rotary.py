@@ -10,7 +10,7 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from . import head_norm_kernels
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_device, need_floats
 from .arrays import column_sum, new_like
 from .autograd import apply_function, needs_formula, once_differentiable
 from .operators import traceable
@@ -372,9 +372,7 @@ def _check(q, k, cos, sin, heads_dim, rotary_dim=0):
             fail(name, describe(table), f"[{batch} or 1, {tokens}, {width} or {width // 2}]")
         if table.shape[2] not in (width, width // 2) or table.shape != cos.shape or table.dtype != cos.dtype:
             fail(name, describe(table), f"[{batch} or 1, {tokens}, {width} or {width // 2}], the same for cos and sin")
-    for name, tensor in (("k", k), ("cos", cos), ("sin", sin)):
-        if tensor.device != q.device:
-            fail(name, describe(tensor), f"on the device of q, {q.device}")
+    need_device("q", q.device, k=k, cos=cos, sin=sin)
     if k.dtype != q.dtype:
         fail("k", describe(k), f"of q's dtype, {q.dtype}")
 

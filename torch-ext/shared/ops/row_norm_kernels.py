@@ -10,7 +10,7 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import aligned, column_sum, new_like
+from .arrays import aligned, column_sum_of, new_like
 from .head_norm_kernels import flat_heads, is_rows, launches_of
 
 __all__ = ["backward_into", "forward", "takes"]
@@ -90,10 +90,8 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, rstds:
     for out, result in zip(outs, written):
         if result is not out:
             out.copy_(result)
-    dq_weight, dk_weight = (
-        column_sum(found[0] if len(found) == 1 else torch.cat(found), weight.dtype) if need else weight.new_empty(0)
-        for found, weight, need in zip(sums, (q_weight, k_weight), needs)
-    )
+    given = zip(sums, (q_weight, k_weight), needs)
+    dq_weight, dk_weight = (column_sum_of(found, weight.dtype) if need else weight.new_empty(0) for found, weight, need in given)
     return dq_weight, dk_weight
 
 

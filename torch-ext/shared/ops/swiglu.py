@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.replay import replayed
-from .arguments import describe, fail, need_floats
+from .arguments import describe, fail, need_alike, need_floats
 from .arrays import ElementwiseKernel, accumulation_dtype, aligned, new_like
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .autograd import apply_function, autocasts, needs_formula, once_differentiable
@@ -134,8 +134,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up: one shape, dtype (bf16, fp16 or fp32; float64 runs in PyTorch) and device. Differentiable in both.
     Raises ValueError when they differ.
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
-        fail("up", describe(up), f"like gate, which is {describe(gate)}")
+    need_alike("up", up, "gate", gate)
     need_floats(gate=gate)
     if needs_formula(gate, up):
         return swiglu_reference(gate, up)
