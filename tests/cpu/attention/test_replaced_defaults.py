@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.attention_batches import assert_same, packed, padded, step
+from tests.cpu.test_lookups import FunctionMode
 
 EAGER = ("gpt_oss", "gemma2")  # whose default is not SDPA
 SWEPT = ("qwen3", "sliding", "phi3", *EAGER)
@@ -119,6 +120,21 @@ def test_a_function_in_the_place_of_the_default_is_obeyed(chosen, monkeypatch, f
         assert model.model.config._attn_implementation == default_of(family)
         assert_same(found, expected, bound=1e-4)
         assert not torch.allclose(found[0], before[0], rtol=1e-2), "the function changes nothing"
+    step(model, batch)
+    assert model.model.config._attn_implementation == "bastile"
+
+
+@pytest.mark.parametrize("batch", ("packed", "padded"))
+@pytest.mark.parametrize("family", ("qwen3", "gemma2"))
+def test_a_mode_that_changes_what_the_default_calls_is_obeyed(chosen, family, batch):
+    (package, make), batch, default = chosen(family), BATCHES[batch], default_of(family)
+    function = torch.nn.functional.softmax if default == "eager" else torch.nn.functional.scaled_dot_product_attention
+    plain, model = make(), package.kernelize(make())
+    with FunctionMode(function, []):
+        expected, found = step(plain, batch, seen_of(batch)), step(model, batch, seen_of(batch))
+        assert any("is in force, which attention" in row.reason for row in package.explain(model).rows)
+    assert model.model.config._attn_implementation == default
+    assert_same(found, expected, bound=1e-4)
     step(model, batch)
     assert model.model.config._attn_implementation == "bastile"
 

@@ -14,7 +14,7 @@ import torch
 from ...ops.operators import constant_when_traced
 from ..family.ownership import name_of
 from ..parts.explanation import Reason
-from ..parts.lookups import original_forward_of
+from ..parts.lookups import mode_in_force, original_forward_of
 from ..parts.modules import is_transformers_own
 
 __all__ = [
@@ -123,6 +123,8 @@ def are_defaults_own(config) -> bool:
     """Tells whether a decoder's masks are made by transformers' own functions and its default attention is computed by them. If a user or a
     library has replaced one, ours must not replace what it does. Where ours was asked for by name, only the masks count, and who spreads
     attention over processes."""
+    if not torch.compiler.is_compiling() and mode_in_force():
+        return False
     places = _places_of(config)
     functions = [_function(*place) for place in places]
     if not torch.compiler.is_compiling():
@@ -137,6 +139,9 @@ def are_defaults_own(config) -> bool:
 
 def why_not_own_defaults(config) -> Optional[Reason]:
     """Which function keeps `are_defaults_own` from being True; None where none does."""
+    mode = mode_in_force()
+    if mode:
+        return Reason("default", f"{mode}, which attention of ours would leave out")
     for place in map(NameInModule._make, _places_of(config)):
         function = _function(*place)
         if not _is_own(function, *place):

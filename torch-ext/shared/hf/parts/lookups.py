@@ -9,13 +9,16 @@ from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
 from ...ops.operators import constant_when_traced
 from .wrapped import inside, is_wrapped
 
 __all__ = [
-    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "is_by", "name_of", "original_forward_of", "original_in", "overridden",
+    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "is_by", "mode_in_force", "name_of", "original_forward_of", "original_in", "overridden",
     "own_rotary", "replaced_below", "rotary_replaced",
 ]  # fmt: skip
 
@@ -26,6 +29,7 @@ LIBRARIES = ("torch", "transformers", "bitsandbytes")
 EQUAL = ("deepspeed.runtime.zero.linear",)  # zero.Init leaves its linear in PyTorch's place for good: the same product in less memory
 VALUES = (*LIBRARIES, "builtins", "logging")  # where the types of other values are defined, such as torch.float32 and a logger
 Space = Mapping[str, Any]  # of a module or a class
+_count_of_function_modes, _count_of_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _CACHED = type(functools.lru_cache(None)(id))
 _lookups: Dict[Any, "Lookups"] = {}  # by function
 _methods: Dict[type, List[Tuple[Space, str]]] = {}  # by class: those that its forward calls
@@ -65,7 +69,11 @@ class Lookups:
         return places, [values(space) for values, space in places], text
 
     def replaced(self) -> str:
-        """Says which name stands for something that is not the library's own; "" for none."""
+        """Says which name stands for something that is not the library's own, or which mode of a user's changes what all names stand for;
+        "" for none."""
+        mode = mode_in_force()
+        if mode:
+            return mode
         places, seen, text = self.last
         try:
             if [values(space) for values, space in places] == seen:
@@ -74,6 +82,18 @@ class Lookups:
             pass  # a name is gone
         self.last = self._look()
         return self.last[2]
+
+
+@constant_when_traced
+def mode_in_force() -> str:
+    """Says which `TorchFunctionMode` or `TorchDispatchMode` of a user's is in force; "" for none, or for those of PyTorch, such as
+    `torch.device` and those of checkpoints. It may change what any function of PyTorch returns, and does not see what a kernel of ours
+    computes."""
+    if not (_count_of_function_modes() or _count_of_dispatch_modes()):
+        return ""
+    kinds = (type(mode) for mode in (*_function_modes(), *_dispatch_modes()))
+    kind = next((kind for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES), None)
+    return "" if kind is None else f"the mode {name_of(kind)} is in force"
 
 
 def is_by(libraries, thing) -> bool:

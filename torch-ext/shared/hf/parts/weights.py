@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.arguments import fail
 from ...runtime.device import PLAIN
 from .explanation import Reason
-from .lookups import is_by, replaced_below
+from .lookups import is_by, mode_in_force, replaced_below
 from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
 
 __all__ = [
@@ -91,7 +91,7 @@ def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear, name: 
         return Reason("tensor", f"its weight is a {type(weight).__name__}")
     if nn.Linear.forward is not FORWARDS[nn.Linear]:
         return Reason("below", "torch.nn.Linear.forward was replaced")
-    replaced = "" if nn.functional.linear is _linear else replaced_below(FORWARDS[nn.Linear])
+    replaced = mode_in_force() if nn.functional.linear is _linear else replaced_below(FORWARDS[nn.Linear])
     return Reason("below", replaced) if replaced else None
 
 
