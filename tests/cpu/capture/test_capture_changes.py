@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, loss_of, one_family, whole
+from tests.cpu.test_lookups import FunctionMode
 from tests.ops.common import mesh_of_one
 
 
@@ -68,7 +69,7 @@ def doubled(function):
     return twice
 
 
-@pytest.mark.parametrize("what", ("a class's forward", "the attention of that name", "the rotary embedding"))
+@pytest.mark.parametrize("what", ("a class's forward", "the attention of that name", "the rotary embedding", "silu"))
 def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what, monkeypatch):
     """By the user, behind a name that stays."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -79,6 +80,8 @@ def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what,
     if what == "a class's forward":
         cls = type(model.model.layers[1].mlp)
         monkeypatch.setattr(cls, "forward", doubled(cls.forward))
+    elif what == "silu":
+        monkeypatch.setattr(torch.nn.functional, "silu", doubled(torch.nn.functional.silu))
     elif what == "the rotary embedding":
         monkeypatch.setattr(modeling, "apply_rotary_pos_emb", doubled(modeling.apply_rotary_pos_emb))
     else:
@@ -86,6 +89,15 @@ def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what,
     counts = [compare(model, plain, seed) for seed in range(4)]
     assert counts[0] < whole() and counts[2:] == [whole()] * 2
     assert not torch.equal(*(found["model.embed_tokens.weight"] for found in (before, gradients(plain))))
+
+
+def test_a_mode_of_the_user_s_is_no_graph_s(package, tiny_model):
+    """It sees every call of the function that it changes; behind it the same graphs are replayed."""
+    model, plain = captured(package, tiny_model())
+    calls = []
+    with pytest.warns(RuntimeWarning, match="is in force"), FunctionMode(torch.nn.functional.linear, calls):
+        assert compare(model, plain) == 0 and calls
+    assert compare(model, plain) == whole()
 
 
 def test_weights_that_are_written_in_place_need_no_new_graphs(package, tiny_model):

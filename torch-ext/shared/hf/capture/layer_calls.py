@@ -11,6 +11,7 @@ from ..attention.masks import Visible
 from ..family.arguments import CACHE
 from ..layer.products import products_of
 from ..parts.explanation import Reason
+from ..parts.lookups import mode_in_force
 from ..parts.modules import all_are_listened_to
 from ..parts.watch import HOOKS, SIMPLE
 from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
@@ -45,6 +46,9 @@ def obstacle(layer, x, args) -> Optional[Reason]:
         return Reason("call", "a layer did not get its input, and only that, by position")
     if all_are_listened_to() or any(layer.__dict__[name] for name in HOOKS):
         return Reason("hooks", "there are hooks on a layer")
+    mode = mode_in_force()
+    if mode:
+        return Reason("below", mode)
     if not is_ordinary(x):
         return Reason("tensor", "the input of a layer is not an ordinary tensor")
     return why_packed(layer)

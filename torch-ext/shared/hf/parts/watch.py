@@ -8,6 +8,8 @@ from typing import Any, Dict, Iterable, List, Tuple
 import torch
 from torch import nn
 
+from .lookups import Lookups, original_forward_of
+
 __all__ = ["HOOKS", "SIMPLE", "Watch"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -64,6 +66,7 @@ class Watch:
                         identical.append((held, key, value))
         self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
         self.configs = list(configs.values())
+        self.lookups = Lookups([original_forward_of(cls) for cls in self.classes])
         self.sizes = self._sizes()
         self.facts = self._facts()
 
@@ -73,7 +76,8 @@ class Watch:
     def _facts(self) -> list:
         """Says where the tensors lie, whether they need a gradient, and which functions compute."""
         functions = [names.get(name) for names in self.names for name in FUNCTIONS]
-        functions += [*map(_FORWARD, self.classes), *map(_attention_of, self.configs)]
+        self.lookups.replaced()  # looks again where a name stands for something else
+        functions += [self.lookups.last[1], *map(_FORWARD, self.classes), *map(_attention_of, self.configs)]
         return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *functions]
 
     def same(self) -> bool:
