@@ -18,8 +18,8 @@ from ...ops.operators import constant_when_traced
 from .wrapped import inside, is_wrapped
 
 __all__ = [
-    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "is_by", "mode_in_force", "name_of", "original_forward_of", "original_in", "overridden",
-    "own_rotary", "replaced_below", "rotary_replaced",
+    "LAYER", "ROTARY", "SAVED", "Lookups", "function_in", "is_by", "mode_in_force", "name_of", "original_forward_of", "original_in",
+    "overridden", "own_rotary", "replaced_below", "rotary_replaced",
 ]  # fmt: skip
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
