@@ -42,7 +42,7 @@ def one_minus_cosine(a, b):
     return 1 - float(a @ b / (a.norm() * b.norm()))
 
 
-@pytest.mark.parametrize("tokens", (256, 244), ids=("whole steps", "a rest"))
+@pytest.mark.parametrize("tokens", (64, 52), ids=("whole steps", "a rest"))
 @pytest.mark.parametrize("which", range(3), ids=("norm to gate", "activation to down", "attention to o"))
 def test_each_product_is_near_enough(qwen3, which, tokens):
     eight_bits.check_products(qwen3, "cpu", tokens, which)
@@ -91,7 +91,7 @@ def test_a_trained_models_gradients_are_near_those_in_bf16(few, qwen3):
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    batch, found = rows[-16:], {}
+    batch, found = rows[-2:], {}
     for products in ("bf16", "fp8"):
         found[products] = gradients(qwen3.kernelize(copy.deepcopy(model).to(BF16), products=products), batch)
     assert one_minus_cosine(found["bf16"][1:], found["fp8"][1:]) <= 5e-4
@@ -304,6 +304,7 @@ def test_the_kernels_give_the_same_bits_and_are_replayed(few, qwen3, in_codes):
 def test_swiglu_in_codes_changes_no_bit(few, qwen3, monkeypatch):
     few(qwen3)
     kernels = part_of(qwen3, "ops.quantised")
+    monkeypatch.setattr(kernels._rows, "takes", lambda *arguments: False)  # PyTorch gives the same codes of thousands of rows of weights
 
     def run():
         model = tiny_model(BF16, intermediate_size=3072, num_hidden_layers=1)

@@ -14,8 +14,6 @@ def decibels(found, exact):
     return float(20 * torch.log10(exact.norm() / (found.double() - exact).norm()))
 
 
-
-
 def like_a_large_model(tokens, hidden, inner, device):
     """(x, weight, dy) of three projections: channels of the residual stream that stick out, a first token that does, SwiGLU's massive
     activations and its heavy tails, losses of tokens that differ by orders."""
@@ -76,7 +74,7 @@ def products_of(ops, x, weights, dy, bias=None, whole=None, out=None):
 
 
 def check_products(ops, device, tokens, which, bias=False):
-    hidden = 256 if torch.device(device).type == "cpu" else 512  # with a scale for all of a factor, a CPU multiplies number by number
+    hidden = 128 if torch.device(device).type == "cpu" else 512  # a CPU multiplies scaled tensors number by number
     x, weight, dy = like_a_large_model(tokens, hidden, 2 * hidden, device)[which]
     x = x * 2.0**24  # so that a scale of another factor would not do
     offset = weight[:, 3] * 2.0**29 if bias else None
@@ -91,7 +89,7 @@ def check_products(ops, device, tokens, which, bias=False):
 
 def check_parts(ops, device):
     """Several projections of one input, side by side in memory or not, have the bits of one with all rows."""
-    x, weight, dy = like_a_large_model(80, 128, 256, device)[0]
+    x, weight, dy = like_a_large_model(48, 64, 256, device)[0]
     expected = products_of(ops, x, [weight], dy)
     parts, bias = list(weight.split([128, 96, 32])), weight[:, 0].contiguous()
     biased = products_of(ops, x, [weight], dy, bias)
@@ -137,7 +135,7 @@ def check_zero_rows(ops, device):
 def check_codes(ops, device):
     """Weights that are kept in codes: their numbers are near, and products of the codes have the bits of products of these numbers."""
     projection, quantised = (importlib.import_module(f"{ops.__name__}.shared.{name}") for name in ("decoder.projection", "ops.quantised"))
-    x, weight, dy = like_a_large_model(80, 128, 256, device)[0]
+    x, weight, dy = like_a_large_model(48, 64, 256, device)[0]
     weight[128:224] *= 2.0**-5  # a scale of its own would be another one
     weight[7, 9] = -2.0 * weight.abs().max()
     for rows in ([256], [128, 96, 32]):
@@ -164,9 +162,9 @@ def check_codes(ops, device):
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
     "products_of_codes": on_cpu(check_codes),
-    "products_in_eight_bits": on_cpu(check_products, 244, 0),
-    "products_of_an_activation": on_cpu(check_products, 256, 1),
-    "products_with_a_bias": on_cpu(check_products, 256, 2, True),
+    "products_in_eight_bits": on_cpu(check_products, 52, 0),
+    "products_of_an_activation": on_cpu(check_products, 64, 1),
+    "products_with_a_bias": on_cpu(check_products, 64, 2, True),
     "products_of_parts": on_cpu(check_parts),
     "products_of_odd_inputs": on_cpu(check_odd_inputs),
     "products_of_odd_gradients": on_cpu(check_odd_gradients),
