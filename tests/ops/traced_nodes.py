@@ -113,7 +113,7 @@ MUTANTS = [
          ("v[:, (q.shape[2] + k.shape[2]) * q.shape[3] :]", "v[:, : k.shape[2] * q.shape[3]]")),
     *errors_in(HALVES, "inputs_of_a_graph", "_inputs_gradients", ("q, k, _ = in_heads", "k, q, _ = in_heads")),
     *errors_in(HALVES, "mlp_of_a_graph", "_saved", ("_replace(gate=both,", "_replace(gate=-both,")),
-    *errors_in(HALVES, "mlp_of_a_graph", "_mlp_gradients", ("gate, up = saved", "up, gate = saved")),
+    *errors_in(HALVES, "mlp_of_a_graph", "_mlp_gradients", ("_replace(gate=gate, up=up)", "_replace(gate=up, up=gate)")),
     *errors_in(NODE, "experts_of_a_graph", "_gradients", ("tensor.clone() for", "tensor for"),
          ("if node.spends and (spent or form.in_graph)", "if node.spends and spent", "experts_of_a_graph_shared")),
     *errors_in(NODE, "inputs_of_a_graph_without_norms", "_once_each", ("results.append(tensor.contiguous())", "results.append(tensor)")),

@@ -12,7 +12,6 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack as _function_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
 from ...ops.operators import constant_when_traced
 from .wrapped import inside, is_wrapped
@@ -29,7 +28,7 @@ LIBRARIES = ("torch", "transformers", "bitsandbytes")
 EQUAL = ("deepspeed.runtime.zero.linear",)  # zero.Init leaves its linear in PyTorch's place for good: the same product in less memory
 VALUES = (*LIBRARIES, "builtins", "logging")  # where the types of other values are defined, such as torch.float32 and a logger
 Space = Mapping[str, Any]  # of a module or a class
-_count_of_function_modes, _count_of_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_count_of_modes = torch._C._len_torch_function_stack
 _CACHED = type(functools.lru_cache(None)(id))
 _lookups: Dict[Any, "Lookups"] = {}  # by function
 _methods: Dict[type, List[Tuple[Space, str]]] = {}  # by class: those that its forward calls
@@ -86,12 +85,12 @@ class Lookups:
 
 @constant_when_traced
 def mode_in_force() -> str:
-    """Says which `TorchFunctionMode` or `TorchDispatchMode` of a user's is in force; "" for none, or for those of PyTorch, such as
-    `torch.device` and those of checkpoints. It may change what any function of PyTorch returns, and does not see what a kernel of ours
-    computes."""
-    if not (_count_of_function_modes() or _count_of_dispatch_modes()):
+    """Says which `TorchFunctionMode` of a user's is in force; "" for none, or for those of PyTorch, such as `torch.device`. It may change
+    what any function of PyTorch returns, and does not see what a kernel of ours computes. A `TorchDispatchMode`, with which people count
+    and trace, sees the operators that run, as it does around any other kernel."""
+    if not _count_of_modes():
         return ""
-    kinds = (type(mode) for mode in (*_function_modes(), *_dispatch_modes()))
+    kinds = (type(mode) for mode in _function_modes())
     kind = next((kind for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES), None)
     return "" if kind is None else f"the mode {name_of(kind)} is in force"
 
