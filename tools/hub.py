@@ -89,12 +89,15 @@ class Repositories:
         """Write and delete (None) files of `branch` at once; the new commit, or the old one if nothing changes.
 
         Raises:
-            HubError: 404 if the branch or a file to delete is not there, 412 if the branch is no longer at `parent`.
+            HubError: 400 for a path out of the repository, 404 if the branch or a file to delete is not there, 412 if the branch is no
+                longer at `parent`.
         """
         with self.lock:
             head = self.resolve(repo, branch)
             if parent not in (None, head.id):
                 raise HubError(412, f"branch {branch!r} is at {head.id}, no longer at {parent}; read it again and retry")
+            for path in changes:
+                check_path(path)
             gone = [path for path, data in changes.items() if data is None and path not in head.files]
             if gone:
                 raise HubError(404, f"A file with this name doesn't exist: {gone[0]}", "EntryNotFound")
@@ -106,6 +109,12 @@ class Repositories:
         self.commits[commit.id] = commit
         self.branches[repo][branch] = commit.id
         return commit.id
+
+
+def check_path(path: str) -> None:
+    """Refuse what is no plain relative path: the clients write what they download under it. Raises HubError: 400."""
+    if not path.isprintable() or "\\" in path or any(part in ("", ".", "..", ".git") for part in path.split("/")):
+        raise HubError(400, f"path {path!r} is not allowed; expected a relative path without '..', '.git', '\\' and control characters")
 
 
 def listing(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict]:
@@ -164,6 +173,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         """Raises HubError for whatever is no request of a client that may ask it."""
+        # A page in a browser must not reach this server under another name (DNS rebinding).
+        if self.headers.get("Host") not in (f"{HOST}:{self.server.server_port}", f"localhost:{self.server.server_port}"):
+            raise HubError(400, f"host {self.headers.get('Host')!r} refused: this server answers for the loopback address only")
         url = urlsplit(self.path)
         self.query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         method = "GET" if self.command == "HEAD" else self.command

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, Rep
 
 from tests.conftest import OFFLINE
 from tests.publishing import REPO, TOKEN, heads, on_hub
+from tools.hub import HubError
 
 KIND = {"repo_type": "kernel", "revision": "v1"}
 
@@ -107,6 +109,20 @@ def test_every_write_needs_the_token_and_reading_none(hub, path):
         assert ask(hub, "GET", f"/api/kernels/{REPO}", Authorization=token)[0] == 200
     assert heads(hub) == before and len(hub.repositories.branches) == 1
     assert ask(hub, "POST", path, WRITES[path])[0] == 200
+
+
+def test_a_request_under_another_host_name_is_refused(hub):
+    """Of a page in a browser, say."""
+    port = hub.endpoint.rpartition(":")[2]
+    for host, status in (("evil.example", 400), (f"evil.example:{port}", 400), (f"localhost:{port}", 200)):
+        assert ask(hub, "GET", f"/api/kernels/{REPO}", Host=host)[0] == status
+
+
+@pytest.mark.parametrize("path", ("../a", "a/../b", "/etc/passwd", "..\\a", "a\0b", "a//b", ".git/config", "a\nb", "a\ud800b"))
+def test_a_path_out_of_the_repository_is_refused(hub, path):
+    with pytest.raises(HubError, match="not allowed"):
+        hub.repositories.commit(REPO, "v1", {path: b"1"})
+    assert ask(hub, "GET", f"/kernels/{REPO}/resolve/v1/{quote(path, safe='', errors='surrogatepass')}")[0] == 404
 
 
 @pytest.mark.parametrize("body", (b"", b"not json\n", b"[]\n", BODY.replace(b'"content"', b'"c"'), BODY.replace(b'"file"', b'"lfsFile"')))
