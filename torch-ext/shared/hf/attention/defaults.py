@@ -14,7 +14,7 @@ import torch
 from ...ops.operators import constant_when_traced
 from ..family.ownership import name_of
 from ..parts.explanation import Reason
-from ..parts.lookups import mode_in_force, original_forward_of
+from ..parts.lookups import is_by, mode_in_force, original_forward_of
 from ..parts.modules import is_transformers_own
 
 __all__ = [
@@ -123,17 +123,16 @@ def are_defaults_own(config) -> bool:
     """Tells whether a decoder's masks are made by transformers' own functions and its default attention is computed by them. If a user or a
     library has replaced one, ours must not replace what it does. Where ours was asked for by name, only the masks count, and who spreads
     attention over processes."""
-    if not torch.compiler.is_compiling() and mode_in_force():
-        return False
     places = _places_of(config)
     functions = [_function(*place) for place in places]
-    if not torch.compiler.is_compiling():
-        if _own.get(places) == functions:
-            return not spread_by(config)
-    if not all(_is_own(function, *place) for function, place in zip(functions, places)):
+    traced = torch.compiler.is_compiling()
+    if not traced and mode_in_force():
         return False
-    if not torch.compiler.is_compiling():
-        _own[places] = functions
+    if traced or _own.get(places) != functions:
+        if not all(_is_own(function, *place) for function, place in zip(functions, places)):
+            return False
+        if not traced:
+            _own[places] = functions
     return not spread_by(config)
 
 
@@ -153,7 +152,7 @@ def why_not_own_defaults(config) -> Optional[Reason]:
 def exchange_in(function) -> Any:
     """DeepSpeed's Ulysses (its `UlyssesSPAttentionHF`, whose `attn` runs between two exchanges) in an attention function that it has
     registered; None in any other function."""
-    if not (getattr(function, "__module__", None) or "").startswith("deepspeed."):
+    if not is_by("deepspeed.", function):
         return None
     held = (cell.cell_contents for cell in function.__closure__ or ())
     return next((each for each in held if hasattr(each, "attn") and hasattr(each, "process_group")), None)

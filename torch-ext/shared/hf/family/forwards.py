@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...decoder.heads import turned_reference
+from ...decoder.mlp_steps import gate_and_up
 from ...decoder.norms import rms_norm
 from ...decoder.spec import Inputs, Norm
 from ...ops.autograd import autocasts
@@ -105,9 +106,9 @@ def gated_mlp_forward(family):
         children = layer.__dict__["_modules"]
         products = [children[name](x) for name in family.gate_up]
         act = getattr(layer, family.act)  # a user's may be a function, which is no child
-        if not family.gated:
-            return children[family.down](act(products[0]))
-        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+        gate, up = gate_and_up(products, family.gated)
+        if up is None:
+            return children[family.down](act(gate))
         plain = is_silu(act) and is_plain(gate) and is_plain(up) and not all_are_listened_to()
         return children[family.down](swiglu(gate, up) if plain else act(gate) * up)
 

@@ -209,7 +209,7 @@ def _cell_in_plan(module):
     between them: the class's own or ours. None for any other module, and where that forward is another one."""
     state, cls = vars(module), type(module)
     around = state.get(slot_of(module))
-    if not state.get("_is_expert_parallel") or type(around) is not FunctionType or not around.__module__.startswith(PLANS):
+    if not state.get("_is_expert_parallel") or type(around) is not FunctionType or not is_by(PLANS, around):
         return None
     called = [cell for cell in around.__closure__ or () if getattr(cell.cell_contents, "__self__", None) is module]
     if len(called) != 1:
@@ -281,7 +281,7 @@ def defines_forward(cls):
 # ---------------------------------------------------------------- who sees the arguments of a call
 def is_wrapper(module) -> bool:
     """Tells whether a module is a library's wrapper, which hands on what it is called with to a module inside."""
-    return type(module).__module__.startswith(WRAPPERS)
+    return is_by(WRAPPERS, type(module))
 
 
 def all_are_seen() -> bool:
@@ -326,7 +326,7 @@ def _inside_accelerates(state):
 def _hands_on(cls, function) -> bool:
     if not is_called_as_usual(cls, *WRAPPERS):
         return False
-    if cls.__module__.startswith(WRAPPERS):  # torch.compile's have a forward each, which is not to be kept alive here
+    if is_by(WRAPPERS, cls):  # torch.compile's have a forward each, which is not to be kept alive here
         return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
     forward = inside(function)
     of_transformers = [each for each in cls.__mro__ if each.__module__.startswith("transformers.")]

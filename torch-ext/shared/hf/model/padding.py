@@ -118,7 +118,7 @@ def _is_defined_as(function, cls: type, name: str) -> bool:
 def _as_it_was(cls: Any) -> Any:
     """The class of which FSDP2, or PyTorch for a parametrized weight, has made another one, which keeps its forward; any other class
     itself."""
-    made = len(cls.__mro__) > 2 and cls.__mro__[1].__module__.startswith(FSDP)
+    made = len(cls.__mro__) > 2 and is_by(FSDP, cls.__mro__[1])
     cls = cls.__mro__[2] if made else cls
     return cls.__mro__[1] if cls.__module__ == parametrize.__name__ and cls.__mro__[1] is not nn.ModuleList else cls
 
@@ -131,7 +131,7 @@ def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
     each = {type(decoder), *kinds}
     if _is_listened_to([vars(decoder), *tree.states], tree.hooks) or not all(_is_known(cls, modeling) for cls in each):
         return True
-    asked = {cls for cls in each if cls.__module__.startswith(ASKED_EACH)}
+    asked = {cls for cls in each if is_by(ASKED_EACH, cls)}
     states = itertools.compress(tree.states, map(asked.__contains__, kinds)) if asked else ()
     return any(map(_may_average, [state for state in states if state.get("lora_variant") or state.get("state") is not None]))
 

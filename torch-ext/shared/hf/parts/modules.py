@@ -250,11 +250,13 @@ def is_activation(activation, name: str) -> bool:
     if (type(activation).__name__, type(activation).__module__) != (class_name, ACTIVATIONS):
         return False
     act, function = activation.__dict__.get("act"), own_forward(activation)
-    of_torch = act is _gelu if name == "gelu" else name == "relu2"
-    if name == "gelu_tanh":
-        of_torch = type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
-    own = of_torch and is_transformers_own(function, ACTIVATIONS, f"{class_name}.forward")
-    return own and (name != "relu2" or not replaced_below(function))
+    if not is_transformers_own(function, ACTIVATIONS, f"{class_name}.forward"):
+        return False
+    if name == "relu2":
+        return not replaced_below(function)
+    if name == "gelu":
+        return act is _gelu
+    return type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
 
 
 def beside_class(module, name: str):

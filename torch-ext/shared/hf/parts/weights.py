@@ -109,7 +109,7 @@ def sharded_weight(layer):
         alone = own_forward(layer) is type(layer).forward and not torch.compiler.is_compiling()
         return plain_weight(inner) if alone else None
     classes, state = type(layer).__mro__, layer.__dict__
-    by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and classes[1].__module__.startswith(FSDP)
+    by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and is_by(FSDP, classes[1])
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
     owner = FSDP if by_fsdp else DEEPSPEED if type(layer) is nn.Linear and hooks else None
     if owner is None or not all(is_by(owner, hook) for hook in hooks):
@@ -123,7 +123,7 @@ def sharded_weight(layer):
 def inside_fsdp1(module):
     """Returns the module inside FSDP1's wrapper; any other module itself."""
     inner = module.__dict__["_modules"].get(INSIDE_FSDP1)
-    return module if inner is None or not type(module).__module__.startswith(FSDP) else inner
+    return module if inner is None or not is_by(FSDP, type(module)) else inner
 
 
 def rows_of(layer, weight) -> int:

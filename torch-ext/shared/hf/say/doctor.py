@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def _finding(name: str, found: str, fits: bool, advice: str) -> Finding:
-    """What was found, with advice where it does not fit."""
+    """Makes a `Finding`, whose advice is left out where what was found fits."""
     return Finding(name, found, fits, "" if fits else advice)
 
 
