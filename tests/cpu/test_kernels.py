@@ -13,6 +13,7 @@ from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, quantised, rms_norm, rotary, routing, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
+from tests.ops.loss_without_logits import EVALUATION_CASES, EVALUATION_SHAPES, check_evaluation
 from tools.kernel_package import package_folders
 from tools.targets import operations
 
@@ -143,21 +144,21 @@ def assert_no_logits(backend):
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", linear_cross_entropy.EVALUATION_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", EVALUATION_SHAPES, ids=str)
 def test_evaluation_stores_no_logits(ops, backend, gpu, dtype, shape):
-    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, *shape)
+    check_evaluation(ops, DEVICE, dtype, *shape)
     assert_no_logits(backend)
 
 
-@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", EVALUATION_CASES, ids=str)
 def test_evaluation_options(ops, backend, case):
-    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
+    check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
     assert_no_logits(backend)
 
 
 def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, backend, gpu):
     """The last group is lower than the others."""
-    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
+    check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
     assert_no_logits(backend)
 
 
@@ -166,7 +167,7 @@ def test_evaluation_in_steps(ops, backend, monkeypatch):
     loss = sys.modules[f"{ops.__name__}.shared.ops.loss_without_logits"]
     monkeypatch.setattr(loss, "PARTIALS_BYTES", 0)
     monkeypatch.setattr(loss, "TOKENS_A_READING", 64)
-    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
+    check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
     assert_no_logits(backend)
     assert len(backend.launched) == 2 * 2 * 3
 
@@ -182,7 +183,7 @@ def test_evaluation_in_steps(ops, backend, monkeypatch):
     ids=str,
 )
 def test_evaluation_that_the_kernel_does_not_take(ops, backend, dtype, features, options):
-    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, 3, features, 300, bound=dtype, **options)
+    check_evaluation(ops, DEVICE, dtype, 3, features, 300, bound=dtype, **options)
     assert not any(name.startswith("linear_cross_entropy") for name in backend.launched)
 
 

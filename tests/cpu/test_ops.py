@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.ops import adamw, experts, linear_cross_entropy, rms_norm, rotary
+from tests.ops import adamw, experts, linear_cross_entropy, loss_without_logits, rms_norm, rotary
 from tests.ops.common import FLOATS
 
 DEVICE = "cpu"
@@ -43,9 +43,9 @@ def test_linear_cross_entropy_options(qwen3, dtype, case):
 
 
 @dtypes
-@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", loss_without_logits.EVALUATION_CASES, ids=str)
 def test_evaluation(qwen3, dtype, case):
-    linear_cross_entropy.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
+    loss_without_logits.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
 
 
 @dtypes

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.ops import adamw, eight_bits, experts, linear_cross_entropy, low_rank, quantised, rms_norm, rotary, swiglu
+from tests.ops import adamw, eight_bits, experts, linear_cross_entropy, loss_without_logits, low_rank, quantised, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -105,19 +105,19 @@ def test_linear_cross_entropy_sizes(ops, dtype, shape):
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize(
-    "shape", (*linear_cross_entropy.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)),
+    "shape", (*loss_without_logits.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)),
     ids=str
 )
 def test_evaluation_stores_no_logits(ops, dtype, shape):
-    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, *shape)
+    loss_without_logits.check_evaluation(ops, DEVICE, dtype, *shape)
 
 
 @dtypes
-@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", loss_without_logits.EVALUATION_CASES, ids=str)
 @pytest.mark.parametrize("features", (64, 72), ids=str)
 def test_evaluation_options(ops, dtype, features, case):
     exact = dtype != torch.float32 and features == 64  # by the kernel that rounds no logits
-    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)
+    loss_without_logits.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)
 
 
 LOW_RANK_LARGE = (

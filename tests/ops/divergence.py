@@ -1,15 +1,17 @@
 """kl_div, jsd and tvd, of distributions and of logits, against float64: the oracle, shapes, checks and planted errors."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 
-from tests.ops.common import FLOATS, assert_rows_close, check_kept, leaf, randn
+from tests.ops.common import FLOATS, FP16, FP32, assert_rows_close, check_kept, leaf, randn
 from tests.ops.generated import generated
 from tests.ops.suite import LABELS, Case, of_suite
 from tests.tolerances import assert_close
 
 ROW_FACTOR = 4.0  # the gradient of a row's logits is a difference of sums over the row
+OPS = ("jsd", "kl_div", "tvd")
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 # Rows of more than one piece and of a part of one, aligned and not.
 SHAPES = ((3, 2304), (5, 64), (3, 77), (2, 3, 2100), (2, 4097), (1, 17008), (1, 1))
@@ -124,14 +126,12 @@ def check_zeros(ops, device, dtype, columns):
     lx, ly = (t.log_softmax(-1).to(dtype) for t in (a, b))
     for beta in (0.0, 0.3, 0.5):  # row 3's gradient is a difference of equal numbers
         check_divergence(ops, device, dtype, "jsd", lx.shape, pair=(lx, ly), beta=beta, floor=0.1)
-    check_divergence(ops, device, dtype, "jsd", lx.shape, pair=(ly, lx), beta=1.0)
-    check_divergence(ops, device, dtype, "jsd", lx.shape, pair=(ly, lx), beta=0.5)
-    check_divergence(ops, device, dtype, "kl_div", lx.shape, pair=(lx, ly), reduction="batchmean", log_target=True)
-    check_divergence(ops, device, dtype, "kl_div", lx.shape, pair=(lx, ly.exp()), reduction="batchmean")
-    check_divergence(ops, device, dtype, "tvd", lx.shape, pair=(lx.exp(), ly.exp()))
+    for op, pair, options in (("jsd", (ly, lx), {"beta": 1.0}), ("jsd", (ly, lx), {}), ("kl_div", (lx, ly), {"log_target": True}),
+                              ("kl_div", (lx, ly.exp()), {}), ("tvd", (lx.exp(), ly.exp()), {})):  # fmt: skip
+        check_divergence(ops, device, dtype, op, lx.shape, pair=pair, reduction="batchmean", **options)
     # Where the student gives no probability to what the teacher has, KL is infinite.
     assert ops.jsd(ly, lx, beta=0.0).item() == float("inf")
-    for op in ("jsd", "kl_div", "tvd"):
+    for op in OPS:
         check_divergence(ops, device, dtype, op, a.shape, pair=(a.clamp(min=-30).to(dtype), b.clamp(min=-30).to(dtype)), from_logits=True)
 
 
@@ -144,7 +144,7 @@ def check_far_apart(ops, device, dtype, columns=300):
 
 def check_nan(ops, device, dtype, columns):
     """A NaN of the student or of the teacher arrives in the loss."""
-    for op in ("jsd", "kl_div", "tvd"):
+    for op in OPS:
         for place in (0, 1):
             pair = inputs(op, dtype, device, (2, columns))
             pair[place][1, columns // 2] = float("nan")
@@ -196,8 +196,8 @@ def check_labels(ops, device, dtype, shape):
 def check_scaled(ops, device, dtype, op, shape=(3, 300)):
     """An upstream gradient that is not 1: once more rounded where the forward pass wrote the gradient, and right both times."""
     upstream = torch.tensor(3.7 if dtype != torch.float16 else 3000.7, dtype=torch.float32, device=device)
-    check_divergence(ops, device, dtype, op, shape, upstream=upstream, factor=1.5 if dtype == torch.bfloat16 else 1.0,
-                     reduction="batchmean")
+    factor = 1.5 if dtype == torch.bfloat16 else 1.0
+    check_divergence(ops, device, dtype, op, shape, upstream=upstream, factor=factor, reduction="batchmean")
 
 
 def check_target_gradient(ops, device, dtype, op):
@@ -217,7 +217,7 @@ def check_strided(ops, device, dtype, op):
 
 
 def check_empty(ops, device, dtype):
-    for op in ("jsd", "kl_div", "tvd"):
+    for op in OPS:
         for from_logits in (False, True):
             x = leaf(torch.empty(0, 7, dtype=dtype, device=device))
             loss = getattr(ops, op)(x, x.detach(), from_logits=from_logits)
@@ -227,15 +227,11 @@ def check_empty(ops, device, dtype):
 
 def check_slabs(ops, elements=200):
     """More than a launch's 32-bit offsets reach over, at a small size."""
-    module = ops.softmax_module
-    before, module.SLAB = module.SLAB, elements
-    try:
-        for op in ("jsd", "kl_div", "tvd"):
+    with mock.patch.object(ops.softmax_module, "SLAB", elements):
+        for op in OPS:
             for from_logits in (False, True):
                 check_divergence(ops, "cpu", torch.float32, op, (7, 77), from_logits=from_logits)
                 check_divergence(ops, "cpu", torch.float32, op, (7, 77), from_logits=from_logits, labels=labels_of((7, 77), "cpu"))
-    finally:
-        module.SLAB = before
 
 
 def check_total(ops, device):
@@ -252,10 +248,8 @@ def all_cases(ops, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     for dtype in dtypes:
         for shape in SHAPES:
-            yield f"jsd {dtype} {shape}", partial(check_divergence, ops, device, dtype, "jsd", shape)
-            yield f"kl {dtype} {shape}", partial(check_divergence, ops, device, dtype, "kl_div", shape, reduction="batchmean")
-            yield f"tvd {dtype} {shape}", partial(check_divergence, ops, device, dtype, "tvd", shape)
-            for op in ("jsd", "kl_div", "tvd"):
+            for op in OPS:
+                yield f"{op} {dtype} {shape}", partial(check_divergence, ops, device, dtype, op, shape, reduction="batchmean")
                 options = {"from_logits": True, "temperature": 2.0, "reduction": "batchmean"}
                 yield f"{op} of logits {dtype} {shape}", partial(check_divergence, ops, device, dtype, op, shape, **options)
         for beta in BETAS:
@@ -264,7 +258,7 @@ def all_cases(ops, device, dtypes=FLOATS):
                 factors = {"factor": 8.0 if dtype == torch.float32 else 1.0, "loss_factor": 16.0} if "similar" in options else {}
                 yield f"jsd {beta} {options} {dtype}", partial(check_divergence, ops, device, dtype, "jsd", (3, 300), beta=beta, **factors,
                                                                **options)
-        for op in ("jsd", "kl_div", "tvd"):
+        for op in OPS:
             yield f"{op} scaled {dtype}", partial(check_scaled, ops, device, dtype, op)
             yield f"{op}, teacher's gradient {dtype}", partial(check_target_gradient, ops, device, dtype, op)
             yield f"{op} strided {dtype}", partial(check_strided, ops, device, dtype, op)
@@ -283,10 +277,7 @@ def all_cases(ops, device, dtypes=FLOATS):
     yield "total", partial(check_total, ops, device)
 
 
-F32 = torch.float32
-
-
-def check_large_logits(ops, device="cpu", dtype=F32):
+def check_large_logits(ops, device="cpu", dtype=FP32):
     """Takes rows of one number, one that one class dominates by the largest number, and one around 4000: as far from other logits as in
     float64, and not from themselves."""
     top = torch.finfo(dtype).max
@@ -303,45 +294,39 @@ def check_large_logits(ops, device="cpu", dtype=F32):
 
 
 CHECKS = of_suite({
-    "jsd": lambda ops: [check_divergence(ops, "cpu", F32, "jsd", (3, 1100), beta=beta) for beta in (0.1, 0.0, 1.0)],
-    "long": lambda ops: [check_divergence(ops, "cpu", F32, op, (2, 17001)) for op in ("jsd", "kl_div")],
-    "even": lambda ops: check_divergence(ops, "cpu", F32, "jsd", (3, 1100)),
-    "kl": lambda ops: check_divergence(ops, "cpu", F32, "kl_div", (3, 2304), eps=1e-3),
-    "tvd": lambda ops: check_divergence(ops, "cpu", F32, "tvd", (3, 2304)),
-    "logits": lambda ops: [
-        check_divergence(ops, "cpu", F32, op, (3, 2304), from_logits=True, temperature=2.0) for op in ("jsd", "kl_div", "tvd")
-    ],
+    "jsd": lambda ops: [check_divergence(ops, "cpu", FP32, "jsd", (3, 1100), beta=beta) for beta in (0.1, 0.0, 1.0)],
+    "long": lambda ops: [check_divergence(ops, "cpu", FP32, op, (2, 17001)) for op in ("jsd", "kl_div")],
+    "even": lambda ops: check_divergence(ops, "cpu", FP32, "jsd", (3, 1100)),
+    "kl": lambda ops: check_divergence(ops, "cpu", FP32, "kl_div", (3, 2304), eps=1e-3),
+    "tvd": lambda ops: check_divergence(ops, "cpu", FP32, "tvd", (3, 2304)),
+    "logits": lambda ops: [check_divergence(ops, "cpu", FP32, op, (3, 2304), from_logits=True, temperature=2.0) for op in OPS],
     "large_logits": check_large_logits,
-    "skewed_logits": lambda ops: check_divergence(ops, "cpu", F32, "jsd", (3, 300), from_logits=True, beta=0.1),
-    "nan_logits": lambda ops: check_nan_logits(ops, "cpu", F32, 64),
-    "labels": lambda ops: check_labels(ops, "cpu", F32, (2, 3, 40)),
-    "zeros": lambda ops: check_zeros(ops, "cpu", F32, 90),
-    "far_apart": lambda ops: check_far_apart(ops, "cpu", F32),
-    "nan": lambda ops: check_nan(ops, "cpu", F32, 64),
-    "scaled": lambda ops: [check_scaled(ops, "cpu", F32, op) for op in ("jsd", "kl_div", "tvd")],
-    "scaled_logits": lambda ops: check_divergence(
-        ops, "cpu", F32, "jsd", (3, 300), from_logits=True, upstream=torch.tensor(3.7), reduction="batchmean"
-    ),
-    "scaled_labels": lambda ops: check_divergence(
-        ops, "cpu", torch.float16, "jsd", (3, 300), labels=labels_of((3, 300), "cpu"), upstream=torch.tensor(3000.7), reduction="batchmean"
-    ),
-    "fp16": lambda ops: check_divergence(ops, "cpu", torch.float16, "jsd", (3, 3000), upstream=torch.tensor(1.1 * 2.0**20),
-                                         reduction="mean"),
+    "skewed_logits": lambda ops: check_divergence(ops, "cpu", FP32, "jsd", (3, 300), from_logits=True, beta=0.1),
+    "nan_logits": lambda ops: check_nan_logits(ops, "cpu", FP32, 64),
+    "labels": lambda ops: check_labels(ops, "cpu", FP32, (2, 3, 40)),
+    "zeros": lambda ops: check_zeros(ops, "cpu", FP32, 90),
+    "far_apart": lambda ops: check_far_apart(ops, "cpu", FP32),
+    "nan": lambda ops: check_nan(ops, "cpu", FP32, 64),
+    "scaled": lambda ops: [check_scaled(ops, "cpu", FP32, op) for op in OPS],
+    "scaled_logits": lambda ops: check_divergence(ops, "cpu", FP32, "jsd", (3, 300), from_logits=True, upstream=torch.tensor(3.7)),
+    "scaled_labels": lambda ops: check_divergence(ops, "cpu", FP16, "jsd", (3, 300), labels=labels_of((3, 300), "cpu"),
+                                                  upstream=torch.tensor(3000.7)),
+    "fp16": lambda ops: check_divergence(ops, "cpu", FP16, "jsd", (3, 3000), upstream=torch.tensor(1.1 * 2.0**20), reduction="mean"),
     "slabs": check_slabs,
     "total": lambda ops: check_total(ops, "cpu"),
 })
 _KERNELS, _OPERATION, _SUMS = "kernel_src/divergence.py", "shared/ops/divergence.py", "kernel_src/sums.py"
-_EXPONENTS = "kernel_src/cross_entropy.py"
 MUTANTS = (
     *generated(_KERNELS, "jsd or even or zeros or kl or skewed_logits or nan_logits or labels or logits or nan",
-               "at_end between counted even_terms js_piece kl_divergence logit_terms row_scale skip tv_terms"),
-    *generated(_EXPONENTS, "large_logits", "exponents"),
+               "at_end between counted even_terms js_piece kl_divergence log2_parts logit_terms row_scale skip tv_terms"),
+    *generated(_KERNELS, "long or logits or tvd", "logit_gradient tv_distance"),
+    *generated("kernel_src/cross_entropy.py", "large_logits", "exponents"),
     *generated(_SUMS, "labels or total", "inverse_count span_sum"),
     *generated(_OPERATION, "fp16 or logits", "_Divergence.forward _DivergenceOfLogits.forward"),
-    (_KERNELS, "log2_parts", "0.4809654951095581", "0.49", "jsd"),
-    (_KERNELS, "log2_parts", "0x3F2AAAAB", "0x3F000000", "jsd"),
-    (_KERNELS, "finite", "ct.maximum(x, FLOOR)", "x", "zeros"),
     (_KERNELS, "span", "first + ct.arange", "ct.arange", "long"),
+    (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),
+    (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "labels"),
+    (_KERNELS, "finite", "ct.maximum(x, FLOOR)", "x", "zeros"),
     (_KERNELS, "span", "ct.minimum(SPAN // TILE, ", "ct.maximum(SPAN // TILE, ", "long"),
     (_KERNELS, "skip", "ct.scatter(partial, (row, part), 0.0, check_bounds=False)", "pass", "labels"),
     (_KERNELS, "kl_divergence", "ct.maximum(eps, SMALLEST)", "SMALLEST", "kl"),
@@ -350,18 +335,13 @@ MUTANTS = (
     (_KERNELS, "logit_terms", "lse_y, row, temperature", "lse_x, row, temperature", "logits"),
     (_KERNELS, "log2_softmax", "log_sum, temperature", "log_sum", "logits"),
     ("kernel_src/softmax.py", "softmax_combine", "write_lse(lse, row, m, ct.log2(s) * LN2)", "write_lse(lse, row, m, 0.0)", "logits"),
-    (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),
-    (_KERNELS, "logit_gradient", "g - q * ct.gather(slope, row, check_bounds=False)", "g", "logits"),
-    (_KERNELS, "logit_gradient", "* temperature\n", "\n", "logits"),
     (_KERNELS, "logit_gradient", "write_within(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))", "pass", "labels"),
-    (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "labels"),
     (_OPERATION, "_Divergence.backward", "gradient, ctx.gradient = ctx.gradient, None", "gradient = ctx.gradient", "scaled"),
     (_OPERATION, "_Divergence.backward", "multiply(gradient, dloss)", "pass", "scaled"),
     (_OPERATION, "_backward", "factor = factor * count", "factor = count", "scaled_labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
-    (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ",
-     "scaled_logits"),
+    (_OPERATION, "_DivergenceOfLogits.backward", "(dloss, ", "(dloss * 0 + 1, ", "scaled_logits"),
 )
 
 
@@ -377,9 +357,8 @@ def _sample(call):
 ROWS = {"aligned": lambda n: ((2, n), (2, n))}
 SLABS = {"slabs": ((9, 40), (9, 40))}
 OPERATIONS = {
-    "kl_div": Case(
-        lambda ops, x, y: ops.kl_div(x, y.detach().abs()), **ROWS, sample=_sample(lambda ops, p, t: ops.kl_div(p, t.exp(), "batchmean"))
-    ),
+    "kl_div": Case(lambda ops, x, y: ops.kl_div(x, y.detach().abs()), **ROWS,
+                   sample=_sample(lambda ops, p, t: ops.kl_div(p, t.exp(), "batchmean"))),
     "kl_div, labels": Case(lambda ops, x, y: ops.kl_div(x, y.detach().abs(), labels=LABELS), **SLABS),
     "jsd": Case(lambda ops, x, y: ops.jsd(x, y.detach()), **ROWS, sample=_sample(lambda ops, p, t: ops.jsd(p, t)), half=True),
     "jsd, labels": Case(lambda ops, x, y: ops.jsd(x, y.detach(), LABELS), **SLABS),
@@ -391,7 +370,7 @@ OPERATIONS = {
 
 
 def check_large(ops, device):
-    for op in ("jsd", "kl_div", "tvd"):
+    for op in OPS:
         check_divergence(ops, device, torch.bfloat16, op, (129, 128256), reduction="batchmean")
 
 
@@ -417,7 +396,5 @@ OPERATORS = {
     "divergence_forward": lambda new: [(*call, writes) for call in _of_divergence(new) for writes in (True, False)],
     "divergence_backward": lambda new: [(new.exact(1)[0], *call) for call in _of_divergence(new)],
     "divergence_of_logits_forward": _of_logits,
-    "divergence_of_logits_backward": lambda new: [
-        (new.exact(1)[0], *call[:3], *_rows_of_logits(new), *call[3:]) for call in _of_logits(new)
-    ],
+    "divergence_of_logits_backward": lambda new: [(new.exact(1)[0], *x[:3], *_rows_of_logits(new), *x[3:]) for x in _of_logits(new)],
 }

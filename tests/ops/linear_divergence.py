@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.common import CPU, FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.generated import generated
-from tests.ops.linear_jsd import jsd_exact
+from tests.ops.linear_jsd import chunks_of, jsd_exact
 from tests.ops.suite import Case, of_suite
 
 F32 = torch.float32
@@ -40,12 +40,8 @@ def check_linear_divergence(
     before = [t.detach().clone() for t in given]
     options = {"beta": beta, "temperature": temperature, "softcap": softcap, "scale": scale, "teacher_softcap": teacher_softcap,
                "teacher_scale": teacher_scale}  # fmt: skip
-    module = ops.linear_head_module
-    kept = module.plan_chunks
-    if chunk is not None:
-        module.plan_chunks = lambda *a: kept(*a)._replace(tokens=chunk)
     arguments = (student[0], student[1], teacher[0], teacher[1], student[2], teacher[2])
-    try:
+    with chunks_of(ops, tokens=chunk):
         found = ops.linear_divergence(*arguments, **options)
         with torch.no_grad():
             alone = ops.linear_divergence(*arguments, **options)
@@ -53,8 +49,6 @@ def check_linear_divergence(
         leaves = [t for t in student if t is not None and t.requires_grad]
         gradients = torch.autograd.grad(found.divergence, leaves, upstream, retain_graph=True, materialize_grads=True)
         again = torch.autograd.grad(found.divergence, leaves, upstream, materialize_grads=True)
-    finally:
-        module.plan_chunks = kept
     student64 = [None if t is None else exact(t) for t in student]
     teacher64 = [None if t is None else t.double().cpu() for t in teacher]
 

@@ -1,6 +1,7 @@
 """linear_jsd against float64: the oracle, shapes, checks and planted errors."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -41,6 +42,13 @@ def logits_of(head, head64):
     return exact_logits + (found.double().cpu() - exact_logits.detach())
 
 
+def chunks_of(ops, tokens=None, **changes):
+    """Has heads multiply chunks of a number of tokens, by default as many as they plan. changes: of other fields of the plan."""
+    plan = ops.linear_head_module.plan_chunks
+    changed = plan if tokens is None else lambda *a: plan(*a)._replace(tokens=tokens, **changes)
+    return mock.patch.object(ops.linear_head_module, "plan_chunks", changed)
+
+
 def check_linear_jsd(
     ops, device, dtype, shape=(9,), features=64, teacher_features=48, classes=300, labels=False, bias=False, beta=0.5, temperature=1.0,
     reduction="batchmean", upstream=1.0, needs=(True, True, True), chunk=None, first=0,
@@ -58,16 +66,10 @@ def check_linear_jsd(
     before = [t.detach().clone() for t in given]
     options = {"beta": beta, "temperature": temperature, "reduction": reduction, "ignore_index": -1}
     arguments = {"bias": student[2], "teacher_bias": vectors[1], **options}
-    head = ops.linear_head_module
-    kept = head.plan_chunks
-    if chunk is not None:
-        head.plan_chunks = lambda *a: kept(*a)._replace(tokens=chunk, first=first)
-    try:
+    with chunks_of(ops, tokens=chunk, first=first):
         loss = ops.linear_jsd(student[0], student[1], *teacher, target, **arguments)
         with torch.no_grad():
             alone = ops.linear_jsd(student[0], student[1], *teacher, target, **arguments)
-    finally:
-        head.plan_chunks = kept
     student64 = [None if t is None else exact(t) for t in student]
     teacher64 = [None if t is None else t.double().cpu() for t in (*teacher, vectors[1])]
     z, t = logits_of(student, student64), logits_of((*teacher, vectors[1]), teacher64)
