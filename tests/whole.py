@@ -93,6 +93,13 @@ GROUPS = (
         },
     ),
     Group(
+        "a model that Inductor compiles",
+        "none",
+        none,
+        "its C++ compiles for 20 seconds; the other tests under `torch.compile` make the same graphs, which run as they were traced",
+        {"test_compile.py": "a_model_compiles_with_inductor"},
+    ),
+    Group(
         "masks and towers of whole models under `torch.compile`",
         "none",
         none,
@@ -113,7 +120,8 @@ GROUPS = (
         {
             "test_compile.py": "adapters_that_are_switched_compile_again dropout_of_an_adapter_is_drawn_when_compiled "
             "nothing_that_the_first_step_learns_makes_the_second_one_compile a_compiled_mlp_is_made_again "
-            "a_compiled_model_evaluates_in_training_mode_without_gradients",
+            "a_compiled_model_evaluates_in_training_mode_without_gradients a_compiled_mlp_is_computed_in_tiles "
+            "a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more",
             "test_eight_bit_weights.py": "in_a_graph",
             "test_lookups.py": "a_graph_calls_it",
             "attention/test_attention_choice.py": "a_model_that_was_given_it_compiles",
@@ -150,7 +158,10 @@ GROUPS = (
         "those of the first file",
         first,
         "sixteen models of each file train before and after; run test_changed_files.py when you change what reads forwards",
-        {"test_changed_files.py": "a_changed_file_is_served_as_what_it_is_or_not_at_all"},
+        {
+            "test_changed_files.py": "a_changed_file_is_served_as_what_it_is_or_not_at_all "
+            "a_changed_router_or_block_is_served_as_what_it_is_or_not_at_all",
+        },
     ),
     Group(
         "whole models whose kernels the interpreter runs",
@@ -251,6 +262,7 @@ GROUPS = (
             "attention/test_padding_users_modules.py": "a_users_module_sees_the_whole_batch",
             "attention/test_padding_adapters.py": "every_tuner_trains_as_without_us",
             "attention/test_padding_left_out.py": "whoever_reads_padding_reads_what_transformers_computes",
+            "families/test_layers_of_all_types.py": "experts_in_every_way_of_training",
             "families/test_vision_towers.py": "a_training_step_behind_a_vision_tower lora_behind_a_vision_tower an_image_between_words",
             "capture/test_capture.py": "the_second_pass_is_recorded_and_gradients_have_the_same_bits gradients_accumulate "
             "other_shapes_run_as_before padding_that_attention_has_no_plan_for the_number_of_items_is_the_losses_alone reset_takes_it_off",
