@@ -1,12 +1,14 @@
 """A driver that answers as a test wants, and what the tests of the runtime without a GPU share."""
 
 import ctypes
+import json
 import struct
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 OPERATIONS = ("column_sum", "rms_norm", "swiglu", "cross_entropy")
@@ -31,6 +33,25 @@ def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def change_manifest(cubins, change) -> None:
+    """Writes the manifest of a folder again, as a function changes it."""
+    path = cubins / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def manifest_error(runtime, cubins) -> str:
+    """What is said, first to last, of a manifest that is refused; it names the file."""
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    with pytest.raises(runtime.artifacts.ArtifactError) as error:
+        artifacts.architectures()
+        artifacts.verify()
+        artifacts.image(first_variant(artifacts), "sm_90")
+    assert str(cubins / "manifest.json") in str(error.value)
+    return str(error.value)
 
 
 class Recorder:

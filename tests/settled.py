@@ -28,16 +28,13 @@ SETTLED = {
          "test_large_logits.py", "test_large_values.py", "test_wrong_input.py", "test_gated_delta.py", "test_delta_work.py",
          "test_short_conv.py", "test_attention_kernels.py", "test_attention.py", "test_log_probs.py", "test_chunked_losses.py",
          "test_ignored_tokens.py", "test_loss_options.py", "test_ops.py", "test_loss.py", "test_expert_ids.py", "test_turned_signs.py",
-         "test_replay.py", "test_compiled_nodes.py"),
+         "test_replay.py", "test_compiled_nodes.py", "test_tensor_kinds.py"),
         "",
     ),
     "test_mutants.py": "without_an_error_every_check_passes",
     "test_autograd.py": "autograd the_backward_pass_does_what_is_needed_and_no_more the_loss_multiplies_no_more_than_is_needed "
     "without_gradients_nothing_of_a_backward_pass_runs derivatives_are_those_of_finite_differences "
     "derivatives_of_the_kernels_are_those_of_finite_differences",
-    "test_tensor_kinds.py": "every_kind_with_numbers_in_memory one_argument_of_another_kind an_upstream_gradient_with_its_sign_turned "
-    "distributed_tensors a_distributed_tensor_beside_others_is_refused_by_torch meta_tensors fake_tensors transforms_of_functions "
-    "a_meta_tensor_beside_others_is_refused_by_name after_a_transform_the_kernels_run_again",
     "test_compiled_numbers.py": "operations_with_symbols_for_their_numbers numbers_of_the_suite_that_change",
     "test_compile.py": "operators operators_with_kernels operations_compile_whole_and_once_for_all_lengths the_loss_compiles_whole "
     "rows_that_nobody_counted a_compiled_loss_of_some_gradients",

@@ -135,7 +135,7 @@ GROUPS = (
         first,
         "two to four seconds each; the operations are the same in all packages, and test_packages.py says which kernels each ships",
         {
-            "test_explain.py": "every_package_checks_its_operations_against_float64 "
+            "test_self_check.py": "every_package_checks_its_operations_against_float64 "
             "every_package_checks_the_operations_whose_kernels_it_ships the_check_sets_its_own_modes",
         },
     ),

@@ -310,7 +310,7 @@ def test_a_make_command_exists(results, command):
 @pytest.mark.parametrize("command", MODULES)
 def test_a_python_command_exists(results, command):
     module = command.split()[2]
-    if module == "bastile":  # the package itself, whose report test_explain reads
+    if module == "bastile":  # the package itself, whose report test_self_check reads
         assert (SOURCES / "__main__.py").is_file()
         return
     assert ours(module)

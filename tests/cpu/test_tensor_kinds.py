@@ -2,7 +2,6 @@
 that is not an ordinary one. An operation takes part by being in tests/op_cases.py."""
 
 import contextlib
-import copy
 import importlib
 import re
 
@@ -13,9 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.models import random_tokens, tiny_gpt_oss, tiny_model
 from tests.op_cases import BF16, CASES, FP32, arguments, differentiable, exact_arguments, operations, plain, run
-from tests.ops.adamw import small_parameters_too
 from tests.ops.common import mesh_of_one, randn, runtime_of
 from tests.ops.layouts import LAYOUTS
 from tests.tolerances import RELATIVE_ERROR, relative_error
@@ -305,110 +302,6 @@ def test_after_a_transform_the_kernels_run_again(kernels, operation):
     assert not kernels.launched
     run(kernels, operation, found)
     assert kernels.launched
-
-
-# ---------------------------------------------------------------- models
-MODELS = {"qwen3": tiny_model, "gpt_oss": tiny_gpt_oss}
-
-
-@pytest.fixture(params=("apply", "kernelize"))
-def place(request):
-    """Puts a package on a model."""
-    return lambda package, model: package.apply() or model if request.param == "apply" else package.kernelize(model)
-
-
-def trained(model, tokens):
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_on_meta_trains(name, request, place):
-    package = request.getfixturevalue(name)
-    model = place(package, MODELS[name]().to("meta"))
-    loss, gradients = trained(model, torch.zeros(2, 8, dtype=torch.int64, device="meta"))
-    assert loss.is_meta and loss.shape == () and all(g.is_meta for g in gradients.values())
-
-
-def test_a_qwen3_under_a_fake_mode_trains(qwen3, place):
-    """With real weights, as memory estimators run it."""
-    model = place(qwen3, tiny_model())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        loss, gradients = trained(model, torch.zeros(2, 8, dtype=torch.int64))
-    assert loss.shape == () and all(g is not None for g in gradients.values())
-
-
-def functional_loss(model, tokens):
-    """(the loss as a function of the parameters, the parameters)"""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss(parameters):
-        return torch.func.functional_call(model, parameters, kwargs={"input_ids": tokens, "labels": tokens, "use_cache": False}).loss
-
-    return loss, parameters
-
-
-def model_by_grad(loss, parameters):
-    return torch.func.grad(loss)(parameters)
-
-
-def model_by_jvp(loss, parameters):
-    tangents = {name: torch.full_like(p, 0.01) for name, p in parameters.items()}
-    return dict(zip(("loss", "change"), torch.func.jvp(loss, (parameters,), (tangents,)), strict=True))
-
-
-def model_by_vmap(loss, parameters):
-    return {"loss": torch.func.vmap(loss)({name: torch.stack((p, 2 * p)) for name, p in parameters.items()})}
-
-
-@pytest.mark.parametrize("transform", (model_by_grad, model_by_jvp, model_by_vmap), ids=lambda f: f.__name__)
-def test_transforms_of_a_model_are_those_of_the_plain_one(interpreted_qwen3, transform):
-    model, tokens = tiny_model(attn_implementation="eager"), random_tokens(2, 8)
-    expected = transform(*functional_loss(copy.deepcopy(model), tokens))
-    mine = transform(*functional_loss(interpreted_qwen3.kernelize(model), tokens))
-    assert mine.keys() == expected.keys()
-    for name in expected:
-        assert relative_error(mine[name], expected[name]) <= 1e-4, name
-
-
-# ---------------------------------------------------------------- AdamW
-WRONG = {"gradient": "grad", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-
-
-@pytest.mark.parametrize("rows", (8, 32))
-@pytest.mark.parametrize("wrong", WRONG)
-def test_adamw_refuses_a_state_or_a_gradient_of_another_shape(interpreted, wrong, rows):
-    """Before anything is changed, and after a launch of the right shapes has been remembered."""
-    param = nn.Parameter(randn(16, 512, dtype=FP32, device="cpu"))
-    param.grad = torch.ones_like(param)
-    optimizer = interpreted.AdamW([param], lr=0.1)
-    with small_parameters_too(interpreted):
-        optimizer.step()
-        state = optimizer.state[param]
-        if wrong == "gradient":
-            param.grad.data = torch.ones(rows, 512)
-        else:
-            state[wrong] = torch.zeros(rows, 512)
-        before, number = param.detach().clone(), state["step"].item()
-        with pytest.raises(ValueError,
-                           match=rf"the {wrong} of a parameter is of shape \[{rows}, 512\], expected the parameter's shape \[16, 512\]"):
-            optimizer.step()
-    assert torch.equal(param, before) and state["step"].item() == number
-
-
-def test_an_elementwise_launch_refuses_another_shape_or_dtype(interpreted):
-    """Also where the first tensor is like that of a launch which is remembered."""
-    import importlib
-
-    adamw = importlib.import_module(f"{interpreted.__name__}.shared.ops.adamw")
-    numbers = adamw.numbers(1.0, 1e-3, 0.9, 0.999, 1e-8, 0.0)
-    right = [torch.ones(4, 512) for _ in range(4)]
-    for i in range(1, 4):
-        for other in (torch.ones(2, 512), torch.ones(4, 512, dtype=BF16)):
-            adamw._kernel(*right, *numbers)
-            with pytest.raises(ValueError, match=rf"tensor {i} of adamw is .+, expected like the first"):
-                adamw._kernel(*right[:i], other, *right[i + 1 :], *numbers)
 
 
 # ---------------------------------------------------------------- experts, whose ids decide what is computed

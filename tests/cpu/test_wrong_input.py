@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from tests.op_cases import BF16, CASES, FP32, arguments, assert_right, differentiable, exact_arguments, gradients, plain, run
 from tests.ops import linear_cross_entropy as checks
+from tests.ops.adamw import small_parameters_too
 from tests.ops.common import exact, randn
 from tests.ops.layouts import LAYOUTS, expanded
 from tests.ops.signature import CLASSES, HIDDEN, INNER, TOKENS, WIDTH
@@ -298,3 +300,40 @@ def test_the_gradient_of_a_sum_which_is_one_number_expanded_gives_the_right_grad
 def test_a_wrong_option_of_the_norms_is_named(ops, operation, argument, value):
     with pytest.raises(ValueError, match=f"^{argument} is '?{value}'?, expected "):
         run(ops, operation, arguments(operation), **{argument: value})
+
+
+# ---------------------------------------------------------------- AdamW
+WRONG = {"gradient": "grad", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("rows", (8, 32))
+@pytest.mark.parametrize("wrong", WRONG)
+def test_adamw_refuses_a_state_or_a_gradient_of_another_shape(interpreted, wrong, rows):
+    """Before anything is changed, and after a launch of the right shapes has been remembered."""
+    param = nn.Parameter(randn(16, 512, dtype=FP32, device="cpu"))
+    param.grad = torch.ones_like(param)
+    optimizer = interpreted.AdamW([param], lr=0.1)
+    with small_parameters_too(interpreted):
+        optimizer.step()
+        state = optimizer.state[param]
+        if wrong == "gradient":
+            param.grad.data = torch.ones(rows, 512)
+        else:
+            state[wrong] = torch.zeros(rows, 512)
+        before, number = param.detach().clone(), state["step"].item()
+        with pytest.raises(ValueError,
+                           match=rf"the {wrong} of a parameter is of shape \[{rows}, 512\], expected the parameter's shape \[16, 512\]"):
+            optimizer.step()
+    assert torch.equal(param, before) and state["step"].item() == number
+
+
+def test_an_elementwise_launch_refuses_another_shape_or_dtype(interpreted):
+    """Also where the first tensor is like that of a launch which is remembered."""
+    adamw = importlib.import_module(f"{interpreted.__name__}.shared.ops.adamw")
+    numbers = adamw.numbers(1.0, 1e-3, 0.9, 0.999, 1e-8, 0.0)
+    right = [torch.ones(4, 512) for _ in range(4)]
+    for i in range(1, 4):
+        for other in (torch.ones(2, 512), torch.ones(4, 512, dtype=BF16)):
+            adamw._kernel(*right, *numbers)
+            with pytest.raises(ValueError, match=rf"tensor {i} of adamw is .+, expected like the first"):
+                adamw._kernel(*right[:i], other, *right[i + 1 :], *numbers)
