@@ -80,7 +80,7 @@ GROUPS = (
             "test_compiled_numbers.py": "a_model_with_symbols_for_its_numbers",
             "test_eight_bits.py": "a_compiled_model_has_them",
             "test_expert_adapters.py": "torch_compile",
-            "test_four_bits.py": "a_compiled_model_calls_the_experts",
+            "test_states_of_four_bits.py": "a_compiled_model_calls_the_experts",
             "test_host_embeddings.py": "ddp_and_a_graph",
             "attention/test_attention_batches.py": "compile",
             "test_layers.py": "torch_compile",

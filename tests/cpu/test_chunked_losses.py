@@ -28,13 +28,6 @@ def theirs():
     return importlib.import_module("liger_kernel.chunked_loss")
 
 
-@pytest.fixture
-def taken(liger, theirs):
-    """Whatever a test takes over is given back."""
-    yield theirs
-    liger.restore_liger()
-
-
 def parameters(function):
     return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name not in ("self", "ctx", "cls")]
 
@@ -377,45 +370,3 @@ def test_what_the_constructors_refuse(liger):
                           ("JSD", {"temperature": 0})):  # fmt: skip
         with pytest.raises(ValueError):
             getattr(liger.chunked_loss, f"LigerFusedLinear{name}Loss")(**options)
-
-
-# ---------------------------------------------------------------- inside Liger
-def test_liger_runs_them(liger, taken):
-    """Modules that were made before and after, and its functions; and its own are back afterwards."""
-    functional_ = importlib.import_module(f"{taken.__name__}.functional")
-    before = {name: getattr(functional_, f"liger_fused_linear_{name}") for name in ("dpo", "grpo", "cosine")}
-    early = taken.LigerFusedLinearCPOLoss(compiled=False, beta=0.3)
-    hidden, weight, target, bias = tensors()
-    own = run(early, weight, hidden, target, bias)
-    found = liger.use_in_liger()
-    assert [name for name in found if name.startswith("chunked_loss.")] == [f"chunked_loss.LigerFusedLinear{n}Function" for n in LOSSES]
-    calls = []
-    module = importlib.import_module(f"{taken.__name__}.cpo_loss")
-    assert module.LigerFusedLinearCPOFunction is liger.chunked_loss.LigerFusedLinearCPOFunction
-    for short in (f"liger_fused_linear_{name}" for name in before):
-        assert getattr(functional_, short) is getattr(liger.chunked_loss, short)
-    kept = liger.chunked_loss.LigerFusedLinearCPOFunction.apply
-    liger.chunked_loss.LigerFusedLinearCPOFunction.apply = staticmethod(lambda *a: calls.append(1) or kept(*a))
-    try:
-        for loss in (early, taken.LigerFusedLinearCPOLoss(beta=0.3)):
-            same(run(loss, weight, hidden, target, bias), own)
-    finally:
-        liger.chunked_loss.LigerFusedLinearCPOFunction.apply = staticmethod(kept)
-    assert len(calls) == 2 and liger.use_in_liger() == found
-    liger.restore_liger()
-    assert all(getattr(functional_, f"liger_fused_linear_{name}") == function for name, function in before.items())
-    assert module.LigerFusedLinearCPOFunction is not liger.chunked_loss.LigerFusedLinearCPOFunction
-
-
-def test_a_chunked_loss_with_other_arguments_stays_ligers(liger, taken, monkeypatch):
-    class LigerFusedLinearDPOFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, hidden):
-            raise NotImplementedError
-
-    module = importlib.import_module(f"{taken.__name__}.dpo_loss")
-    monkeypatch.setattr(module, "LigerFusedLinearDPOFunction", LigerFusedLinearDPOFunction)
-    with pytest.warns(RuntimeWarning, match="it keeps its own chunked_loss.LigerFusedLinearDPOFunction"):
-        found = liger.use_in_liger()
-    assert module.LigerFusedLinearDPOFunction is LigerFusedLinearDPOFunction
-    assert "chunked_loss.LigerFusedLinearDPOFunction" not in found and "chunked_loss.LigerFusedLinearCPOFunction" in found

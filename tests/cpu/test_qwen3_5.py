@@ -40,6 +40,24 @@ LUCK = {"in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate"}
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
+FEW = ("A_log", "dt_bias")  # gradients of these few numbers are sums that cancel
+LENGTHS = (30, 50, 80)  # of the documents of a row
+BOUNDS = {"cu_seq_lens_q": torch.tensor([0, 30, 80, 160], dtype=torch.int32)}
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def without(steps, *names, few=0):
+    """Leaves out the gradients of parameters with these names in theirs, and of those of few numbers."""
+    for step in steps:
+        kept = (pair for pair in step.gradients.items() if pair[1].numel() > few and not set(names).intersection(pair[0].split(".")))
+        step.gradients = dict(kept)
+
+
+def logits_of_each(model):
+    """The logits of a row's documents, each of which stands alone."""
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in TOKENS.reshape(1, -1).split(LENGTHS, 1)], 1)
+
+
 @every_family
 def test_a_training_step(qwen3_5, name):
     model = tiny(name)
@@ -62,9 +80,8 @@ def test_half_precision_is_as_exact_as_before(qwen3_5, name):
     exact = step_of(copy.deepcopy(model).float())
     before = step_of(model)
     qwen3_5.apply()
-    for step in (found := step_of(model), before, exact):  # numbers of a head, and gates of which little is left, are a matter of luck
-        kept = (pair for pair in step.gradients.items() if pair[1].numel() > 64 and not LUCK.intersection(pair[0].split(".")))
-        step.gradients = dict(kept)
+    found = step_of(model)
+    without((found, before, exact), *LUCK, few=64)  # numbers of a head, and gates of which little is left, are a matter of luck
     found.assert_as_exact_as(before, exact)
 
 
@@ -76,15 +93,11 @@ def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, name, said, cach
     raises, or lets documents leak into each other."""
     model = tiny(name).eval()
     qwen3_5.apply()
-    lengths = (30, 50, 80)
-    row, positions = TOKENS.reshape(1, -1), torch.cat([torch.arange(n) for n in lengths])[None]
-    inputs = {"position_ids": positions}
-    if said == "cu_seq_lens_q":
-        inputs["cu_seq_lens_q"] = torch.tensor([0, 30, 80, 160], dtype=torch.int32)
+    row, inputs = TOKENS.reshape(1, -1), {"position_ids": POSITIONS, **(BOUNDS if said in BOUNDS else {})}
     with torch.no_grad():
         packed = model(input_ids=row, **cache, **inputs).logits
-        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in row.split(lengths, 1)], 1)
-        rows = model(input_ids=TOKENS, position_ids=positions.view(2, 80), **cache).logits
+        alone = logits_of_each(model)
+        rows = model(input_ids=TOKENS, position_ids=POSITIONS.view(2, 80), **cache).logits
     assert torch.allclose(packed, alone, atol=1e-5)
     assert torch.allclose(rows.reshape(1, 160, -1), alone, atol=1e-5)
     if said == "cu_seq_lens_q":
@@ -112,12 +125,9 @@ def test_gradient_checkpointing(qwen3_5, name, reentrant):
 
 @every_family
 def test_lora(qwen3_5, name):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
     mlp = {"qwen3_5": "mlp.", "qwen3_5_moe": "shared_expert."}.get(name)  # PEFT adapts Qwen3-Next's only with the experts' parameters
     adapted = r".*\.(in_proj_qkv|in_proj_qkvz|out_proj|q_proj" + (rf"|{mlp}up_proj|{mlp}down_proj)" if mlp else ")")
-    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=adapted))
+    model = lora(tiny(name), target_modules=adapted)
     expected = step_of(model)
     qwen3_5.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
@@ -144,8 +154,8 @@ def test_a_trainer_with_packed_rows(qwen3_5, name, tmp_path, kind):
     packing = {"padding_free": True, "max_length": None} if kind == "trl" else {"data_collator": DataCollatorWithFlattening()}
     found = run(kind, qwen3_5.kernelize(tiny(name)), tmp_path, "cpu", **packing, **options)
     assert found.losses == pytest.approx(apart.losses, rel=1e-3)
-    for name, gradient in apart.gradients[0].items():  # of the few numbers of A_log and dt_bias most cancels
-        if not name.endswith(("A_log", "dt_bias")):
+    for name, gradient in apart.gradients[0].items():
+        if not name.endswith(FEW):
             assert_close(found.gradients[0][name], gradient, torch.float32, name, FACTOR)
 
 
@@ -264,8 +274,7 @@ def test_padding(qwen3_5, name):
     expected = step_of(model, **inputs)
     qwen3_5.apply()
     found = step_of(model, **inputs)
-    for step in (expected, found):  # of these few numbers less is left where half of a row is padding
-        step.gradients = {name: grad for name, grad in step.gradients.items() if not name.endswith(("A_log", "dt_bias"))}
+    without((expected, found), *FEW)  # less is left of them where half of a row is padding
     found.assert_same(expected, FACTOR)
 
 
@@ -310,12 +319,8 @@ def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name
     with torch.no_grad():
         assert torch.equal(model.eval().generate(**prompt), text)
         assert called["gated_delta_step"] == 3 * 5
-        lengths = (30, 50, 80)
-        options = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "use_cache": False}
-        options["cu_seq_lens_q"] = torch.tensor([0, 30, 80, 160], dtype=torch.int32)
-        packed = model(input_ids=TOKENS.reshape(1, -1), **options).logits
-        parts = TOKENS.reshape(1, -1).split(lengths, 1)
-        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+        packed = model(input_ids=TOKENS.reshape(1, -1), position_ids=POSITIONS, use_cache=False, **BOUNDS).logits
+        alone = logits_of_each(model)
     assert torch.allclose(packed, alone, atol=1e-4)  # experts of a whole row sum in another order
 
 
@@ -326,13 +331,11 @@ def test_what_packed_rows_of_olmo_hybrid_need(qwen3_5, functions_put_back):
     model = tiny_olmo_hybrid().eval()
     with kernels.use_kernel_mapping(qwen3_5.mapping()):
         kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
-    lengths, row = (30, 50, 80), TOKENS.reshape(1, -1)
-    positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 30, 80, 160], dtype=torch.int32)}
-    index = {"seq_idx": torch.arange(3).repeat_interleave(torch.tensor(lengths))[None].int()}
+    row, positions = TOKENS.reshape(1, -1), {"position_ids": POSITIONS}
+    index = {"seq_idx": torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None].int()}
     with torch.no_grad():
-        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in row.split(lengths, 1)], 1)
-        for said in (bounds, index, {**bounds, **index}):
+        alone = logits_of_each(model)
+        for said in (BOUNDS, index, {**BOUNDS, **index}):
             packed = model(input_ids=row, use_cache=False, **positions, **said).logits
             assert torch.allclose(packed, alone, atol=1e-5)
             for cache in ({}, {"use_cache": True}):
@@ -342,25 +345,6 @@ def test_what_packed_rows_of_olmo_hybrid_need(qwen3_5, functions_put_back):
         assert not torch.allclose(leaked, alone, atol=1e-2)
         one = {"cu_seq_lens_q": torch.tensor([0, 160], dtype=torch.int32)}  # a cache may hold that
         assert torch.allclose(model(input_ids=row, use_cache=True, **one).logits, model(input_ids=row, use_cache=False).logits, atol=1e-5)
-
-
-def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
-    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
-    x, weight = torch.randn(1, 4, 9), torch.randn(4, 3)
-    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (2, 0)), weight[:, None], groups=4)
-    assert torch.allclose(convolve(x, weight, None, None), expected, atol=1e-6)
-    with pytest.raises(ValueError, match="documents has 3 taps and activation None; expected 4 taps"):
-        convolve(x, weight, None, None, torch.tensor([0, 4, 9]))
-
-
-def test_documents_by_seq_idx(qwen3_5):
-    """Padding-free collators give documents to the convolution so."""
-    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
-    x, weight = torch.randn(2, 4, 9), torch.randn(4, 4)
-    index = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
-    found = convolve(x, weight, None, "silu", seq_idx=index)
-    parts = [convolve(x[:1, :, part], weight, None, "silu") for part in (slice(0, 3), slice(3, 7), slice(7, 9))]
-    assert torch.allclose(found, torch.cat((torch.cat(parts, 2), convolve(x[1:], weight, None, "silu"))), atol=1e-6)
 
 
 def test_the_hubs_mapping(qwen3_5, functions_put_back):
@@ -393,9 +377,7 @@ def test_the_kernels_in_a_model(qwen3_5, name):
     assert {"delta_walk", "delta_inverse", "short_conv_backward", "attention_forward", "attention_backward_dq",
             "gated_output_forward", "gated_output_backward", "head_norm_rotary_forward", "head_norm_rotary_backward"} <= kernels_run
     assert (name in SPARSE) == ({"swiglu_rows_forward", "swiglu_rows_backward", "token_sum"} <= kernels_run)
-    for step in (found, before, exact):
-        kept = (pair for pair in step.gradients.items() if pair[1].numel() > 64 and not LUCK.intersection(pair[0].split(".")))
-        step.gradients = dict(kept)
+    without((found, before, exact), *LUCK, few=64)
     found.assert_as_exact_as(before, exact)
 
 
@@ -404,6 +386,6 @@ def test_whose_convolution_is_another_one_keeps_its_forward(qwen3_5):
     model.model.layers[0].linear_attn.activation = "relu"
     expected, exact = step_of(model), step_of(copy.deepcopy(model).double())
     qwen3_5.apply()
-    for step in (found := step_of(model), expected, exact):  # these few numbers are sums that cancel: either run is 5e-4 off
-        step.gradients = {name: grad for name, grad in step.gradients.items() if not name.endswith(("A_log", "dt_bias"))}
+    found = step_of(model)
+    without((found, expected, exact), *FEW)  # either run is 5e-4 off
     found.assert_as_exact_as(expected, exact, 2e-5)

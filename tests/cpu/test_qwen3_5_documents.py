@@ -280,3 +280,22 @@ def test_by_the_hubs_mapping(qwen3_5, alone, functions_put_back, name):  # noqa:
     with torch.no_grad():
         for case, said in HEEDED.items():
             assert torch.allclose(model(input_ids=TOKENS, **said).logits, alone(name), atol=2e-5), case
+
+
+def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
+    x, weight = torch.randn(1, 4, 9), torch.randn(4, 3)
+    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (2, 0)), weight[:, None], groups=4)
+    assert torch.allclose(convolve(x, weight, None, None), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="documents has 3 taps and activation None; expected 4 taps"):
+        convolve(x, weight, None, None, torch.tensor([0, 4, 9]))
+
+
+def test_documents_by_seq_idx(qwen3_5):
+    """Padding-free collators give documents to the convolution so."""
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.layer.delta_net").convolution_function
+    x, weight = torch.randn(2, 4, 9), torch.randn(4, 4)
+    index = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
+    found = convolve(x, weight, None, "silu", seq_idx=index)
+    parts = [convolve(x[:1, :, part], weight, None, "silu") for part in (slice(0, 3), slice(3, 7), slice(7, 9))]
+    assert torch.allclose(found, torch.cat((torch.cat(parts, 2), convolve(x[1:], weight, None, "silu"))), atol=1e-6)

@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -289,18 +290,18 @@ def test_writers_and_readers_at_once_never_see_half_a_file(runtime):
     assert [entry.name for entry in path.parent.iterdir()] == ["tuning.json"]
 
 
-def no_space(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
+def failing(error):
+    return mock.Mock(side_effect=error)
 
 
 @pytest.mark.parametrize("obstacle", ("a file in the folder's place", "no space", "no home"))
 def test_a_place_that_cannot_be_written_costs_one_warning(runtime, package, tmp_path, monkeypatch, obstacle):
     if obstacle == "no space":
-        monkeypatch.setattr(runtime.tuning.os, "replace", no_space)
+        monkeypatch.setattr(runtime.tuning.os, "replace", failing(OSError(errno.ENOSPC, "No space left on device")))
     elif obstacle == "no home":
         monkeypatch.delenv("BASTILE_CACHE")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
+        monkeypatch.setattr(Path, "home", failing(RuntimeError("Could not determine home directory.")))
     else:
         (tmp_path / "cache").write_text("")
     runtime.seconds[OTHER] = 1e-6
@@ -310,10 +311,6 @@ def test_a_place_that_cannot_be_written_costs_one_warning(runtime, package, tmp_
     assert not [entry for entry in tmp_path.rglob("tuning*") if entry.is_file()]
     package.clear_autotune_cache()
     assert launched(runtime, package) == DEFAULT
-
-
-def no_home():
-    raise RuntimeError("Could not determine home directory.")
 
 
 def test_forgetting_is_on_disk_and_in_memory(runtime, package):

@@ -28,7 +28,7 @@ from tests.decoder_families import (
     tiny,
 )
 from tests.models import Step, check_compiled, compiled_whole, random_tokens
-from tests.patched import calls_of
+from tests.patched import calls_of, lora
 from tests.tolerances import assert_close, relative_error
 
 ALL = (*NAMES, *SPARSE)
@@ -45,6 +45,18 @@ FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 BATCHES = 4
 LEFT = (("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),
         ("olmoe", {"clip_qkv": 0.4}, "self_attn.config.clip_qkv is 0.4"))  # fmt: skip
+
+
+def packed_and_padded():
+    """Inputs of a plain batch, of packed documents by their positions, and of batches with padding on the left and on the right."""
+    left, right = ((torch.arange(21) >= torch.tensor([[0], [9]])).long().flip(dims) for dims in ((), (1,)))
+    padded = [{"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)} for mask in (left, right)]
+    return {}, {"position_ids": torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)}, *padded
+
+
+def assert_steps(model, inputs, expected):
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
 
 
 def of_families(*names, kernels=FEW):
@@ -151,11 +163,8 @@ def test_autocast(package, calls, name):
 @pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
 @of_families(*FEW, "phi3", *SPARSE, *OTHER_PARTS)
 def test_lora(package, calls, name, options):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
     linears = "all-linear" if name not in SPARSE else ["q_proj", "k_proj", "v_proj", "o_proj"]  # PEFT takes experts among all
-    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=linears, **options)).train()
+    model = lora(tiny(name), target_modules=linears, **options)
     expected = step_of(model)
     package.kernelize(model)
     # FlexOlmo's q and k with biases: transformers' own float32 gradients are up to 5e-5 from float64's, by the processor.
@@ -166,14 +175,10 @@ def test_lora(package, calls, name, options):
 @pytest.mark.parametrize("router", (False, True))
 @of_families(*SPARSE, kernels=SPARSE)
 def test_adapters_of_experts_and_routers(package, calls, name, router):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
     parts = ["experts.gate_up_proj", "experts.down_proj"] + ["gate.weight", "router.weight"] * router
     model = tiny(name)
     targets = [part for part in parts if any(key.endswith(part) for key, _ in model.named_parameters())]
-    options = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], target_parameters=targets)
-    model = get_peft_model(model, options).train()
+    model = lora(model, target_modules=["q_proj", "v_proj"], target_parameters=targets)
     expected = step_of(model)
     package.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
@@ -203,23 +208,16 @@ def test_what_is_called_is_not_kept_or_made_again_and_says_so(package, name, opt
         step_of(model).assert_same(expected, FACTOR)
 
 
+@pytest.mark.parametrize("how", (True, 16), ids=("whole", "in tiles"))
 @of_families(*FEW, "gemma3_text", "phi3", *OTHER_PARTS)
-def test_made_again_in_the_backward_pass(package, calls, name):
+def test_made_again_in_the_backward_pass(package, calls, name, how):
     model = tiny(name)
     package.apply()
     expected = step_of(model)
-    package.apply(recompute_mlp=True)
+    package.apply(recompute_mlp=how)
     found = step_of(model)
-    assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
-
-
-@of_families(*FEW, "gemma3_text", "phi3", *OTHER_PARTS)
-def test_mlps_in_tiles(package, calls, name):
-    model = tiny(name)
-    package.apply()
-    expected = step_of(model)
-    package.apply(recompute_mlp=16)
-    step_of(model).assert_same(expected, FACTOR)
+    found.assert_same(expected, FACTOR)
+    assert how == 16 or all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients)
     assert calls == NODES * 4
 
 
@@ -227,15 +225,11 @@ def test_mlps_in_tiles(package, calls, name):
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
-    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
-    left, right = ((torch.arange(21) >= torch.tensor([[0], [9]])).long().flip(dims) for dims in ((), (1,)))
-    padded = [{"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)} for mask in (left, right)]
-    inputs = ({"position_ids": positions}, *padded)
+    inputs = packed_and_padded()[1:]
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     model.set_attn_implementation("bastile")
-    for each, step in zip(inputs, expected, strict=True):
-        step_of(model, **each).assert_same(step, FACTOR)
+    assert_steps(model, inputs, expected)
     assert calls == nodes_of(name) * 6
 
 
@@ -243,14 +237,11 @@ def test_documents_and_padding(package, calls, name):
 def test_attention_in_both_directions(package, calls, name, variant):
     """Models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
     model = tiny(name, initializer_range=0.1, **(VARIANTS[name][variant] if variant else {"is_causal": False}))
-    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
-    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
-    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    inputs = packed_and_padded()[:3]
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     model.set_attn_implementation("bastile")
-    for each, step in zip(inputs, expected, strict=True):
-        step_of(model, **each).assert_same(step, FACTOR)
+    assert_steps(model, inputs, expected)
     compiled = compiled_whole(model)
     assert_close(compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss, expected[0].loss, torch.float32, "loss")
 
@@ -281,7 +272,7 @@ def test_attention_of_a_decoder_with_one_mask_has_none_when_compiled(package, na
     """transformers makes one in every graph. It stays where a layer has a hook, which would see what stands for no mask, and for
     positions that may be those of documents."""
     model = tiny(name)
-    inputs = {"position_ids": torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)} if how == "packed" else {}
+    inputs = packed_and_padded()[1] if how == "packed" else {}
     seen = []
     if how == "hook":
         model.model.layers[0].register_forward_pre_hook(lambda layer, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
@@ -297,16 +288,13 @@ def test_attention_of_a_decoder_with_one_mask_has_none_when_compiled(package, na
 def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing(package, calls, name, entries):
     """A Mistral that was saved as a Llama brings its sliding_window, and a configuration keeps whatever stands in its file."""
     model = tiny(name, **{"sliding_window": None, **entries})
-    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
-    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
-    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    inputs = packed_and_padded()[:3]
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     compiled, _ = compiled_with_masks(model)
     Step(model, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False).assert_same(expected[0], FACTOR)
     model.set_attn_implementation("bastile")
-    for each, step in zip(inputs, expected, strict=True):
-        step_of(model, **each).assert_same(step, FACTOR)
+    assert_steps(model, inputs, expected)
 
 
 @of_families(*FEW, "phi3", "smollm3", "granitemoehybrid", *SPARSE, *OTHER_PARTS)
