@@ -93,26 +93,7 @@ GROUPS = (
         },
     ),
     Group(
-        "a model that Inductor compiles",
-        "none",
-        none,
-        "its C++ compiles for 20 seconds; the other tests under `torch.compile` make the same graphs, which run as they were traced",
-        {"test_compile.py": "a_model_compiles_with_inductor"},
-    ),
-    Group(
-        "masks and towers of whole models under `torch.compile`",
-        "none",
-        none,
-        "the same; their steps without it are in `make test`",
-        {
-            "test_qwen3_5_vision.py": "torch_compile",
-            "families/test_families.py": "attention_of_a_decoder_with_one_mask_has_none_when_compiled "
-            "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
-            "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
-        },
-    ),
-    Group(
-        "models that change after they were compiled, and what a graph has of one option",
+        "masks, towers and Inductor under `torch.compile`, models that change afterwards, and what a graph has of one option",
         "none",
         none,
         "each compiles a model, some of them several times; each form of a model is compiled once in `make test`. Run these files when you "
@@ -121,7 +102,11 @@ GROUPS = (
             "test_compile.py": "adapters_that_are_switched_compile_again dropout_of_an_adapter_is_drawn_when_compiled "
             "nothing_that_the_first_step_learns_makes_the_second_one_compile a_compiled_mlp_is_made_again "
             "a_compiled_model_evaluates_in_training_mode_without_gradients a_compiled_mlp_is_computed_in_tiles "
-            "a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more",
+            "a_model_compiles_with_inductor a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more",
+            "test_qwen3_5_vision.py": "torch_compile",
+            "families/test_families.py": "attention_of_a_decoder_with_one_mask_has_none_when_compiled "
+            "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
+            "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
             "test_eight_bit_weights.py": "in_a_graph",
             "test_lookups.py": "a_graph_calls_it",
             "attention/test_attention_choice.py": "a_model_that_was_given_it_compiles",
