@@ -148,7 +148,8 @@ def check_codes(ops, device):
             error, exact = (found.double() - part.double()).abs(), part.double().abs()
             assert (error <= torch.maximum(exact * 2.0**-4, scale.double() * 2.0**-10)).all(), "more than half of the last bit is lost"
         expected, found = products_of(ops, x, dense, dy), products_of(ops, x, kept, dy)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        joined = products_of(ops, x, kept, dy, whole=torch.cat(codes))
+        assert all(torch.equal(one, other) for each in (found, joined) for one, other in zip(each, expected, strict=True))
         assert LEAST <= decibels(found[1], dy.double() @ torch.cat(dense).double())
     # Scales that differ, as those of a checkpoint may, give the numbers and products that these stand for.
     alone = [quantised.quantise_together([part]) for part in parts]
@@ -157,6 +158,8 @@ def check_codes(ops, device):
     dense = [each.dense(BF16) for each in kept]
     (expected, _, _), (y, dx, _) = products_of(ops, x, dense, dy), products_of(ops, x, kept, dy)
     assert torch.equal(y, expected) and LEAST <= decibels(dx, dy.double() @ torch.cat(dense).double())
+    joined = products_of(ops, x, kept, dy, whole=torch.cat([each.codes for each in kept]))
+    assert torch.equal(joined[0], y) and torch.equal(joined[1], dx)
 
 
 # ---------------------------------------------------------------- planted errors
@@ -174,8 +177,8 @@ MUTANTS = [
     *generated("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.forward", kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "_write_rows",
          ("out.scales.copy_(weight.scale)", "out.scales.fill_(1.0)"), kernels=False),
-    *errors_in("shared/decoder/projection.py", "products_of_codes", "EightBitWeight.in_rows",
-         ("scales.copy_(self.scale)", "scales.fill_(1.0)"), kernels=False),
+    *errors_in("shared/decoder/eight_bits.py", "products_of_codes", "EightBits._scales_of_rows",
+         ("weight.scale.expand", "self.weights[0].scale.expand"), kernels=False),
     *errors_in("shared/ops/quantised.py", "products_of_codes", "quantise_together",
          ("largest.amax", "largest.amin"),
          (".abs()", ""), kernels=False),
@@ -190,11 +193,14 @@ MUTANTS = [
     *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits._of_gradient",
          ("found if again else None", "found"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits.input_gradient",
-         ("w.codes[:, start : start + weight.shape[0]]", "w.codes[:, : weight.shape[0]]"),
-         ("self.scales[1].amax", "self.scales[0].amax", "products_in_eight_bits"),
+         ("Quantised(self._codes, scales)", "Quantised(self._codes, scales.flip(0))", "products_of_codes"),
+         ("else scales.amax", "else self.scales[0].amax", "products_in_eight_bits"),
          (".amax(0, keepdim=True)", ".amin(0, keepdim=True)", "products_in_eight_bits"),
          ("found.codes, w.codes, found.scales, w.scales", "found.codes, w.codes, found.scales.amax(0, keepdim=True), w.scales[:1]",
           "products_in_eight_bits"), kernels=False),
+    *errors_in("shared/decoder/eight_bits.py", "products_of_parts", "EightBits._write_transposed",
+         ("out.codes[:, start:stop]", "out.codes[:, : weight.shape[0]]"),
+         ("[1][start:stop]", "[1][: weight.shape[0]]", "products_of_codes"), kernels=False),
     *errors_in("shared/decoder/eight_bits.py", "products_in_eight_bits", "EightBits.weight_gradients",
          ("self.scales[0])", "self.scales[1])"),
          ("quantise_transposed(x, x_top)", "quantise_transposed(x, dy_top)"),

@@ -13,7 +13,8 @@ is the rounding of the factors, and the sums are exact in dx and dw; in y they a
 be seen beside it.
 
 A weight that is kept in codes (`EightBitWeight`) has one scale, which the weights of one input share, since dx adds up over all their rows:
-y reads the codes as they lie, and dx the same codes transposed.
+y reads the codes as they lie, and dx the same codes transposed. Those of several weights are read as one matrix where they lie side by
+side, and are copied into one in each pass where they do not.
 """
 
 import re
@@ -135,13 +136,21 @@ def _write_rows(weight: Weight, out: Quantised) -> None:
         quantise_rows(weight, out)
 
 
+def _as_they_lie(weights: Sequence[Weight], whole: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """The codes [all rows, in] of weights that are all in codes, where one matrix has them; else None. whole: as of `EightBits`."""
+    if not all(isinstance(weight, EightBitWeight) for weight in weights):
+        return None
+    return weights[0].codes if len(weights) == 1 else whole  # type: ignore[union-attr]
+
+
 class EightBits:
     """The products of one group in a forward or a backward pass. What they multiply may be in codes already."""
 
     def __init__(self, group: Group, weights: Sequence[Weight], whole: Optional[torch.Tensor]):
-        """weights: [out, in] of each projection; whole: all of them, where they lie side by side."""
+        """weights: [out, in] of each projection; whole: all of them, or all of their codes, where they lie side by side."""
         self.rows = group.rows
-        self.weights: Sequence[Weight] = weights if whole is None else [whole]
+        self._codes = _as_they_lie(weights, whole)
+        self.weights: Sequence[Weight] = weights if whole is None or self._codes is not None else [whole]
         self._x: Optional[Quantised] = None
         self._w: Optional[Quantised] = None
         self._dy: Optional[Quantised] = None  # between two gradients that read it
@@ -150,15 +159,19 @@ class EightBits:
     def begin(self, x: Operand) -> None:
         """Quantises both factors of y. x: [tokens, in]."""
         self._x = x if isinstance(x, Quantised) else quantise_rows(x)
-        first = self.weights[0]
-        if len(self.weights) == 1 and isinstance(first, EightBitWeight):
-            self._w = first.in_rows()
+        if self._codes is not None:
+            self._w = Quantised(self._codes, self._scales_of_rows())
         else:
             self._w, start = Quantised.empty(sum(self.rows), self._x.codes.shape[1], self._x.codes.device), 0
             for weight in self.weights:
                 _write_rows(weight, self._w.rows(start, start + weight.shape[0]))
                 start += weight.shape[0]
         self.scales = self._x.scales, self._w.scales
+
+    def _scales_of_rows(self) -> torch.Tensor:
+        """[all rows] fp32, of weights in codes."""
+        parts = [weight.scale.expand(rows) for weight, rows in zip(self.weights, self.rows)]  # type: ignore[union-attr]
+        return torch.cat(parts, out=torch.empty((sum(self.rows),), dtype=torch.float32, device=parts[0].device))
 
     def forward(self, x: torch.Tensor, bias: Optional[torch.Tensor], in_one: bool, out: Optional[torch.Tensor]) -> List[torch.Tensor]:
         """y [tokens, out] of each projection. x: [tokens, in], or the codes of what `begin` had; bias: [all rows]; in_one: whether all are
@@ -183,14 +196,25 @@ class EightBits:
 
     def input_gradient(self, dy: Operand, weights_follow: bool = False) -> torch.Tensor:
         """dx [tokens, in]. dy: [tokens, all rows]; weights_follow: whether `weight_gradients` is called afterwards."""
-        found, top = self._of_gradient(dy, weights_follow), self.scales[1].amax(0, keepdim=True)
-        w = Quantised.empty(self.weights[0].shape[1], found.codes.shape[1], top.device)
+        found, scales = self._of_gradient(dy, weights_follow), self.scales[1]
+        first = self.weights[0]
+        one = len(self.weights) == 1 and isinstance(first, EightBitWeight)
+        top = first.scale if one else scales.amax(0, keepdim=True)  # type: ignore[union-attr]
+        w = Quantised.empty(first.shape[1], found.codes.shape[1], top.device)
+        if self._codes is not None:
+            quantise_transposed(Quantised(self._codes, scales), top, w)
+        else:
+            self._write_transposed(top, w)
+        return _multiplied(found.codes, w.codes, found.scales, w.scales)
+
+    def _write_transposed(self, top: torch.Tensor, out: Quantised) -> None:
+        """The weights that do not lie in one matrix, transposed, side by side. top: the scale of all."""
         start = 0
         for weight in self.weights:
-            part = w._replace(codes=w.codes[:, start : start + weight.shape[0]])
-            quantise_transposed(weight.in_rows() if isinstance(weight, EightBitWeight) else weight, top, part)
-            start += weight.shape[0]
-        return _multiplied(found.codes, w.codes, found.scales, w.scales)
+            stop = start + weight.shape[0]
+            source = Quantised(weight.codes, self.scales[1][start:stop]) if isinstance(weight, EightBitWeight) else weight
+            quantise_transposed(source, top, out._replace(codes=out.codes[:, start:stop]))
+            start = stop
 
     def weight_gradients(self, dy: Operand, x: torch.Tensor, wanted: Sequence[bool]) -> List[Optional[torch.Tensor]]:
         """dw [out, in] of each projection, None for those that are not wanted. dy, x: [tokens, all rows], [tokens, in]."""

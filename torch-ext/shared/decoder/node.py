@@ -312,8 +312,9 @@ def _function(name: str, node: Node):
         run = node.gradients_again if form.layout.replayable else node.gradients
         if node.spends:
             run, ctx.spent = partial(run, spent=True) if ctx.spent else run, True
-        whole = form.whole_of(saved) if form.packed else None
-        return (None, None, None, *run(*grads, *form.in_tensors(form.with_coded(saved, ctx.coded)), whole, needs, form))
+        kept = form.with_coded(saved, ctx.coded)
+        whole = form.whole_of(kept) if form.packed else None
+        return (None, None, None, *run(*grads, *form.in_tensors(kept), whole, needs, form))
 
     backward.__module__, backward.__qualname__ = node.backward.__module__, f"{name}.backward"
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}

@@ -11,7 +11,7 @@ from torch.nn.functional import dropout, linear
 from ..ops.arguments import fail
 from ..ops.neighbours import side_by_side
 from ..ops.operators import KEPT, constant
-from ..ops.quantised import E4M3, Quantised, dense_of
+from ..ops.quantised import E4M3, dense_of
 from ..runtime.replay import IDENTITIES
 
 __all__ = [
@@ -57,11 +57,6 @@ class EightBitWeight(CodedWeight):
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         return dense_of(self.codes, self.scale, dtype)
-
-    def in_rows(self) -> Quantised:
-        """The codes with a scale a row."""
-        scales = torch.empty((self.codes.shape[0],), dtype=FP32, device=self.scale.device)
-        return Quantised(self.codes, scales.copy_(self.scale))
 
 
 @final
@@ -271,7 +266,7 @@ class NodeLayout:
         self.coded = [i for i, place in enumerate(self.places) if isinstance(parts[place], CodedWeight)]  # among those
         inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
         start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
-        several = inner is not None and len(inner.rows) > 1 and not inner.coded
+        several = inner is not None and len(inner.rows) > 1 and (inner.eight or not inner.coded)
         weights = range(start, start + inner.tensors, SIZE) if inner is not None and several else ()
         self.neighbours = [self.places.index(place) for place in weights]
 
@@ -287,8 +282,9 @@ class NodeLayout:
         return found
 
     def whole_of(self, present: Sequence) -> Optional[torch.Tensor]:
-        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, among the tensors that are not None."""
-        return side_by_side([present[place] for place in self.neighbours]) if self.neighbours else None
+        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, or of their codes, among what is not None."""
+        weights = [present[place] for place in self.neighbours]
+        return side_by_side([each.codes if isinstance(each, EightBitWeight) else each for each in weights]) if weights else None
 
     def by_group(self, tensors: Sequence) -> List[Sequence]:
         """Cuts what `tensors_of` lists of all projections by group."""

@@ -11,17 +11,19 @@ BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` p
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
+def lay_side_by_side(weights: Sequence[torch.Tensor], dtype: Optional[torch.dtype] = None) -> None:
     """Moves weights [rows, columns] of one number of columns, dtype and device side by side into one piece of memory.
+    dtype: as which they are read there, of as many bytes; by default their own.
 
     Each gets a storage of its own over its part, because what saves models keeps one of the tensors that share a storage. A slice of
     a storage is such a one, and keeps the whole piece alive. CUDA's allocator does not know it: `weight.record_stream` does nothing.
     """
     block = torch.cat([weight.detach() for weight in weights])
+    read = block if dtype is None else block.view(dtype)
     start = 0
     for weight in weights:
         storage = block.untyped_storage()[start : start + weight.nbytes]
-        setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
+        setattr(storage, BLOCK, read)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
         start += weight.nbytes
         weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice
 

@@ -95,7 +95,8 @@ class Interface:
         read one input. That rounds each number once, by a sixteenth of it at most. Embeddings, head, norms, biases, routers and experts
         stay as they are; experts may be in four bits (`four_bits`, before or after).
         Products are made in 16 bits of the numbers that the codes stand for, which bf16 holds exactly; with `products="fp8"` they are made
-        of the codes, where they are in eight bits. Call it before or after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
+        of the codes, where they are in eight bits; what moves these in memory costs speed until `pack(model)` is called. Call it before or
+        after `kernelize`, `apply` and `get_peft_model`, before DDP and FSDP2.
 
         Adapters are saved as usual. `save_pretrained` and state dicts have the codes, in the layout of transformers' FineGrainedFP8, which
         `from_pretrained` reads; of a model with experts, for which that layout has no place, the numbers in 16 bits. Merging adapters

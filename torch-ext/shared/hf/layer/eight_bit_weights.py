@@ -11,6 +11,7 @@ from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import give_back, held_in
+from ..parts.packing import pack_codes
 from ..parts.weights import held, need_frozen, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
@@ -95,6 +96,8 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
         codes, scale = quantise_together([each.numbers() for each in of_one_input])
         for (linear, _, dtype), each in zip(of_one_input, codes):
             EightBitLinear.take(linear, each, scale.clone(), dtype, saves_codes=not sparse)
+    for _, layer in layers:  # products read those of one input as one matrix, and would join them in each pass
+        pack_codes(layer)
     for part, config in () if sparse else configs:
         setattr(config, CONFIG, _as_fine_grained(part))
         save_as_they_are(part, "Fp8Dequantize")

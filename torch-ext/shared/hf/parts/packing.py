@@ -1,14 +1,18 @@
-"""Weights that one GEMM can read as one matrix: those of q, k and v, and those of gate and up, side by side in memory."""
+"""Weights that one GEMM can read as one matrix: those of q, k and v, and those of gate and up, side by side in memory. The codes of
+weights in eight bits lie so from the start."""
 
 from collections import Counter
+from typing import Optional
 
 import torch
 
 from ...ops.neighbours import lay_side_by_side, side_by_side
+from ...ops.quantised import E4M3
+from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
-from .weights import plain_weight
+from .weights import held, plain_weight, why_not_plain
 
-__all__ = ["GROUPS", "pack", "why_apart"]
+__all__ = ["GROUPS", "pack", "pack_codes", "why_apart"]
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -20,7 +24,7 @@ def pack(model):
     The fused layers then multiply by them at once: fewer and larger GEMMs, most of all with few tokens. Parameters keep their
     names, shapes, values, gradients and optimiser state, and each has a storage of its own, so whatever saves, loads or counts a
     model's tensors finds what it would find without `pack`. Only the memory of a group is freed as one, when the last of its weights
-    goes. Needs memory for a copy of one layer's weights while it runs.
+    goes. Needs memory for a copy of one layer's weights while it runs. `eight_bits` does this to the codes that it makes.
 
     Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps the
     weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the model lay
@@ -31,21 +35,36 @@ def pack(model):
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
     # Of those that hold them: a wrapper (checkpoint_wrapper, PEFT's) answers for what it stands around.
-    layers = [[module._modules.get(name) for name in group] for module in model.modules() for group in GROUPS]
-    held = Counter(id(layer) for group in layers for layer in group)
-    shared = _shared(model)
-    for group in layers:
-        weights = [_weight(layer) for layer in group]
-        if any(weight is None or id(weight) in shared for weight in weights) or any(held[id(layer)] > 1 for layer in group):
-            continue
-        if _alike(weights) and side_by_side(weights) is None:
-            lay_side_by_side(weights)
+    _pack(model)
     return model
 
 
-def _weight(layer):
-    """The weight of a plain linear layer, or of the one that an adapter of PEFT stands around; None for all else."""
-    return plain_weight(getattr(layer, "base_layer", layer), True)
+def pack_codes(model) -> None:
+    """Does what `pack` does to weights in eight bits alone."""
+    _pack(model, codes_alone=True)
+
+
+def _pack(model, codes_alone: bool = False) -> None:
+    layers = [[module._modules.get(name) for name in group] for module in model.modules() for group in GROUPS]
+    held_by = Counter(id(layer) for group in layers for layer in group)
+    shared = _shared(model)
+    for group in layers:
+        found = [_weight(layer) for layer in group]
+        weights = [weight for weight in found if weight is not None and id(weight) not in shared]
+        if len(weights) < len(group) or any(held_by[id(layer)] > 1 for layer in group) or not _alike(weights):
+            continue
+        in_codes = weights[0].dtype == torch.uint8
+        read_as = E4M3 if in_codes else weights[0].dtype
+        if (in_codes or not codes_alone) and side_by_side([weight.detach().view(read_as) for weight in weights]) is None:
+            lay_side_by_side(weights, read_as)
+
+
+def _weight(layer) -> Optional[torch.Tensor]:
+    """The weight of a plain linear layer, or the codes of one in eight bits, alone or inside an adapter of PEFT; None for all else."""
+    layer = getattr(layer, "base_layer", layer)
+    if type(layer) is EightBitLinear:
+        return None if why_not_plain(layer, True, EightBitLinear, "codes") else held(layer, "codes")
+    return plain_weight(layer, True)
 
 
 def _shared(model):
