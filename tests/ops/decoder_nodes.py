@@ -136,7 +136,7 @@ CHECKS = {
 MUTANTS = [
     *errors_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
     *errors_in("shared/decoder/node.py", "attention_inputs_packed", "_function",
-         ("form.whole_of(saved) if", "-form.whole_of(saved) if")),
+         ("form.whole_of(kept) if", "-form.whole_of(kept) if")),
     *errors_in("shared/decoder/steps.py", "attention_inputs_alone", "inputs_backward",
          ("(need.q_norm, need.k_norm)", "(need.k_norm, need.q_norm)"),
          ("(need.x, need.norm)", "(need.x, need.x)")),
