@@ -161,6 +161,25 @@ def check_swiglu(ops, device, dtype, rows, columns, odd=False, joined=False):
     assert torch.equal(dout.nan_to_num(), expected.nan_to_num()), "what is written over dout"
 
 
+def check_largest_of_swiglu(ops, device, dtype, columns):
+    """The largest number of a row, of each kind and sign and in each piece of the row, is what its scale follows from."""
+    pieces = columns // (2048 if columns % 2048 == 0 else 1024)
+    module, swiglu = (importlib.import_module(f"{ops.__name__}.shared.ops.{name}") for name in ("quantised", "swiglu"))
+    rows = [(kind, sign, piece) for kind in range(3) for sign in (1, -1) for piece in range(pieces)]
+    gate, up, dout = (drawn(len(rows), columns, dtype, device, seed) for seed in (1, 2, 3))
+    for row, (kind, sign, piece) in enumerate(rows):
+        # silu(0) is 0: of up's gradient and of the product nothing is left then, and of gate's nothing where up is 0.
+        gate[row, piece * columns // pieces + 5] = 0.0 if kind == 0 else 8.0
+        up[row, piece * columns // pieces + 5] = (sign * 2.0**20, 0.0, sign * 2.0**20)[kind]
+        dout[row, piece * columns // pieces + 5] = (2.0**20, sign * 2.0**20, 0.0)[kind]
+    hidden = module.quantise_rows(swiglu.swiglu_forward(gate, up))
+    both = module.quantise_rows(swiglu.backward_in_place(dout.clone(), gate, up)[0])
+    assert len(set(hidden.scales.tolist())) > 1 and len(set(both.scales.tolist())) > 1
+    for found, wanted in ((module.swiglu_quantised(gate, up), hidden), (module.swiglu_backward_quantised(dout, gate, up), both)):
+        assert torch.equal(found.scales, wanted.scales)
+        same_codes(found.codes, wanted.codes.cpu().view(torch.uint8), "SwiGLU")
+
+
 # Rows that are read once and in pieces, of each tile, and those that no tile divides.
 COLUMNS = (16, 80, 512, 1024, 1536, 2048, 3072, 4096, 6144, 12288, 1040)
 TRANSPOSED = ((7, 16), (128, 128), (130, 144), (16, 272), (300, 64))
@@ -183,7 +202,9 @@ CHECKS = {
     "recode_transposed": on_cpu(check_recoded, BF16, 130, 272),
     "recode_odd_transposed": on_cpu(check_recoded, BF16, 130, 144, True),
     "swiglu_quantised": on_cpu(check_swiglu, BF16, 7, 3072, False, True),
+    "swiglu_long_quantised": on_cpu(check_swiglu, BF16, 3, 14336),  # read ahead in part
     "swiglu_odd_quantised": on_cpu(check_swiglu, BF16, 7, 3072, True),
+    "swiglu_largest_quantised": on_cpu(check_largest_of_swiglu, BF16, 3072),
     "swiglu_quantised_apart": on_cpu(check_swiglu, BF16, 7, 1040),
     "quantise_fp32": on_cpu(check_rows, FP32, 9, 80, True),
 }
@@ -192,7 +213,8 @@ MUTANTS = [
     *generated("kernel_src/quantise.py", "quantise_any_rows", "read_row"),
     *generated("kernel_src/quantise.py", "recode_transposed", "recode_transposed"),
     *generated("kernel_src/quantise.py", "quantise_rows", "scale_of size"),
-    *generated("kernel_src/quantise.py", "swiglu_quantised", "swiglu_backward_quantised swiglu_quantised"),
+    *generated("kernel_src/quantise.py", "swiglu_quantised", "codes_in gradients inputs_of swiglu_quantised"),
+    *generated("kernel_src/quantise.py", "swiglu_long_quantised", "swiglu_backward_quantised"),
     *generated("shared/ops/quantised.py", "quantise_transposed", "_blocks"),
     *generated("shared/ops/quantised.py", "quantise_rows", "_coded _scale_of quantise_rows", kernels=False),
     *errors_in("kernel_src/quantise.py", "quantise_rows", "quantise_rows",
@@ -224,14 +246,19 @@ MUTANTS = [
          ("held[i]", "held[0]"),
          ("row, scale, check", "row, inverse, check")),
     *errors_in("kernel_src/quantise.py", "swiglu_quantised", "swiglu_backward_quantised",
-         ("read(gate, place), read(up, place)", "read(up, place), read(gate, place)"),
-         ("douts[i]", "douts[0]"),
-         ("dg, du = ct.astype(dg, gate.dtype), ct.astype(du, gate.dtype)", "dg, du = dg, du"),
-         ("forward(g, u, dout.dtype)", "forward(u, g, dout.dtype)"),
-         ("largest = ct.maximum(largest, ct.maximum(", "largest = ct.maximum(size(ct.astype(dg, ct.float32)), ct.maximum("),
-         ("ct.maximum(size(ct.astype(dg, ct.float32)), size(ct.astype(du, ct.float32)))", "size(ct.astype(dg, ct.float32))"),
+         ("inputs[3 * i],", "inputs[0],"),
+         ("inputs[3 * i + 1], inputs[3 * i + 2]", "inputs[3 * i + 2], inputs[3 * i + 1]"),
+         ("ct.maximum(largest, ct.maximum(dg, du))", "ct.maximum(dg, du)", "swiglu_largest_quantised"),
+         ("ct.minimum(least, ct.minimum(dg, du))", "ct.minimum(dg, du)", "swiglu_largest_quantised"),
+         ("ct.maximum(largest, ct.maximum(dg, du))", "ct.maximum(largest, dg)", "swiglu_largest_quantised"),
+         ("ct.maximum(largest, ct.maximum(dg, du))", "ct.maximum(largest, du)", "swiglu_largest_quantised"),
+         ("ct.minimum(least, ct.minimum(dg, du))", "ct.minimum(least, dg)", "swiglu_largest_quantised"),
+         ("ct.minimum(least, ct.minimum(dg, du))", "ct.minimum(least, du)", "swiglu_largest_quantised"),
+         ("-least", "least", "swiglu_largest_quantised"),
+         ("ct.maximum(largest, -least)", "largest", "swiglu_largest_quantised"),
          ("dups[i]", "dups[0]"),
          ("row, scale, check", "row, inverse, check")),
+    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "gradients", ("g * sigmoid(g)", "u * sigmoid(g)")),
     *errors_in("shared/ops/quantised.py", "swiglu_quantised_apart", "swiglu_backward_quantised",
          ("backward_in_place(dout, gate, up)[0]", "backward_in_place(dout.clone(), gate, up)[0]")),
     *errors_in("shared/ops/quantised.py", "recode_transposed", "quantise_transposed",
