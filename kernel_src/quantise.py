@@ -135,20 +135,34 @@ def recode_transposed(x, factors, scale, words, scales, ROWS: Const, TILE: Const
 @ct.kernel
 def swiglu_quantised(gate, up, codes, scales, TILE: Const, PIECES: Const):
     """codes, scales: of silu(gate) * up, as `swiglu_forward` rounds it. gate, up, codes: [rows, PIECES * TILE]. A row a block."""
+    forward_row(gate, up, codes, codes, scales, TILE, PIECES, 0)
+
+
+@ct.kernel
+def swiglu_quantised_kept(gate, up, hidden, codes, scales, TILE: Const, PIECES: Const):
+    """Computes what `swiglu_quantised` does, and in hidden, like gate, what is in codes."""
+    forward_row(gate, up, hidden, codes, scales, TILE, PIECES, 1)
+
+
+@ct.function
+def forward_row(gate, up, hidden, codes, scales, TILE: Const, PIECES: Const, KEEP: Const):
+    """A row of `swiglu_quantised`, and with KEEP of hidden."""
     row = ct.bid(0)
     columns = ct.arange(TILE, dtype=ct.int32)
     largest = ct.zeros((TILE,), dtype=ct.float32)
     held: tuple = ()
     for i in ct.static_iter(range(PIECES)):
         place = (row, i * TILE + columns)
-        hidden = forward(read(gate, place), read(up, place), gate.dtype)
-        largest = ct.maximum(largest, size(ct.astype(hidden, ct.float32)))
-        held += (hidden,)
+        out = forward(read(gate, place), read(up, place), gate.dtype)
+        largest = ct.maximum(largest, size(ct.astype(out, ct.float32)))
+        held += (out,)
     scale = scale_of(ct.max(largest, axis=0, keepdims=False))
     inverse = ct.truediv(1.0, scale)
     for i in ct.static_iter(range(PIECES)):
         values = ct.astype(held[i], ct.float32) * inverse
         ct.scatter(codes, (row, i * TILE + columns), ct.astype(values, codes.dtype), check_bounds=False)
+        if KEEP:
+            ct.scatter(hidden, (row, i * TILE + columns), held[i], check_bounds=False)
     ct.scatter(scales, row, scale, check_bounds=False)
 
 
@@ -179,6 +193,18 @@ def inputs_of(dout, gate, up, place):
 def swiglu_backward_quantised(dout, gate, up, codes, scales, TILE: Const, PIECES: Const, AHEAD: Const):
     """codes [rows, 2 * columns], scales: of [dgate | dup], as `swiglu_backward_recompute` rounds them, and silu(gate) * up over dout. dout,
     gate, up: [rows, columns], PIECES * TILE of them, each piece read AHEAD pieces before its gradients are computed. A row a block."""
+    backward_row(dout, gate, up, codes, codes, scales, TILE, PIECES, AHEAD, 0)
+
+
+@ct.kernel
+def swiglu_backward_quantised_kept(dout, gate, up, both, codes, scales, TILE: Const, PIECES: Const, AHEAD: Const):
+    """Computes what `swiglu_backward_quantised` does, and in both, in bf16, what is in codes."""
+    backward_row(dout, gate, up, both, codes, scales, TILE, PIECES, AHEAD, 1)
+
+
+@ct.function
+def backward_row(dout, gate, up, both, codes, scales, TILE: Const, PIECES: Const, AHEAD: Const, KEEP: Const):
+    """A row of `swiglu_backward_quantised`, and with KEEP of both."""
     row = block_from_last()
     columns = ct.arange(TILE, dtype=ct.int32)
     largest, least = ct.zeros((TILE,), dtype=gate.dtype), ct.zeros((TILE,), dtype=gate.dtype)
@@ -192,6 +218,9 @@ def swiglu_backward_quantised(dout, gate, up, codes, scales, TILE: Const, PIECES
             inputs += inputs_of(dout, gate, up, (row, (i + AHEAD) * TILE + columns))
         dg, du, out = gradients(inputs[3 * i], inputs[3 * i + 1], inputs[3 * i + 2])
         ct.scatter(dout, (row, i * TILE + columns), out, check_bounds=False)
+        if KEEP:
+            ct.scatter(both, (row, i * TILE + columns), dg, check_bounds=False)
+            ct.scatter(both, (row, (PIECES + i) * TILE + columns), du, check_bounds=False)
         largest, least = ct.maximum(largest, ct.maximum(dg, du)), ct.minimum(least, ct.minimum(dg, du))
         dgates += (dg,)
         dups += (du,)
@@ -208,10 +237,13 @@ TARGETS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 CODES = "float8_e4m3fn"
 WHOLE = (4096, 2048, 1024)  # rows that are read once
 PIECES = (4096, 2048, 1024, 512)  # of longer ones
-# (tile, pieces, ahead, blocks) of rows of SwiGLU that stay in registers between their maximum and their codes. ahead, blocks: of the
-# backward pass, the pieces that are read first and the blocks of eight warps that a multiprocessor has at once, the most without a spill.
-# Three of the forward pass reach the speed of a copy. Longer rows spill.
-SWIGLU = ((2048, 7, 2, 2), (2048, 6, 6, 3), (2048, 4, 4, 4), (2048, 3, 3, 4), (1024, 3, 3, 3))
+# (tile, pieces) of rows of SwiGLU that stay in registers between their maximum and their codes, with (ahead, blocks) of the backward pass,
+# and of the one that keeps the gradients too: the pieces that are read first and the blocks of eight warps that a multiprocessor has at
+# once, the most without a spill. Three of the forward pass reach the speed of a copy. Longer rows spill.
+SWIGLU = {
+    (2048, 7): ((2, 2), (1, 2)), (2048, 6): ((6, 3), (3, 2)), (2048, 4): ((4, 4), (3, 3)), (2048, 3): ((3, 4), (3, 4)),
+    (1024, 3): ((3, 3), (3, 3)),
+}  # fmt: skip
 
 
 def variants():
@@ -230,13 +262,18 @@ def variants():
     x = Array(CODES, (None, None), divisible=(1, 16))
     arrays = {"x": x, "factors": scales, "scale": scales, "words": words, "scales": scales}
     yield Variant(recode_transposed, {**arrays, "ROWS": 128, "TILE": 128}, targets=TARGETS, hints={"num_worker_warps": 8})
-    for tile, pieces, ahead, blocks in SWIGLU:
-        x, codes = (Array(dtype, (None, tile * pieces)) for dtype in ("bfloat16", CODES))
-        inputs, both = {"gate": x, "up": x}, Array(CODES, (None, 2 * tile * pieces))
-        rest: Params = {"scales": scales, "TILE": tile, "PIECES": pieces}
+    for (tile, pieces), ((ahead, blocks), (kept_ahead, kept_blocks)) in SWIGLU.items():
+        (x, codes), (both, codes_of_both) = (
+            [Array(dtype, (None, n * tile * pieces)) for dtype in ("bfloat16", CODES)] for n in (1, 2)
+        )
+        inputs = {"gate": x, "up": x}
+        of_forward: Params = {"codes": codes, "scales": scales, "TILE": tile, "PIECES": pieces}
+        of_backward: Params = {"codes": codes_of_both, "scales": scales, "TILE": tile, "PIECES": pieces}
         for kernel, params, occupancy in (
-            (swiglu_quantised, {**inputs, "codes": codes, **rest}, 3),
-            (swiglu_backward_quantised, {"dout": x, **inputs, "codes": both, **rest, "AHEAD": ahead}, blocks),
+            (swiglu_quantised, {**inputs, **of_forward}, 3),
+            (swiglu_quantised_kept, {**inputs, "hidden": x, **of_forward}, 3),
+            (swiglu_backward_quantised, {"dout": x, **inputs, **of_backward, "AHEAD": ahead}, blocks),
+            (swiglu_backward_quantised_kept, {"dout": x, **inputs, "both": both, **of_backward, "AHEAD": kept_ahead}, kept_blocks),
         ):
             hints = {"num_worker_warps": 8, "occupancy": occupancy}
             yield Variant(kernel, params, targets=("sm_90",), hints=hints)  # where products in eight bits are made

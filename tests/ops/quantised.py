@@ -153,12 +153,20 @@ def check_swiglu(ops, device, dtype, rows, columns, odd=False, joined=False):
     hidden = swiglu.swiglu_forward(gate, up)
     expected = dout.clone()
     both = swiglu.backward_in_place(expected, gate, up)[0]
-    backward = module.swiglu_backward_quantised(dout, gate, up)
-    for found, of in ((module.swiglu_quantised(gate, up), hidden), (backward, both)):
-        wanted = module.quantise_rows(of)
-        assert found.codes.shape == of.shape and found.codes.is_contiguous() and torch.equal(found.scales, wanted.scales)
-        same_codes(found.codes, wanted.codes.cpu().view(torch.uint8), "SwiGLU")
-    assert torch.equal(dout.nan_to_num(), expected.nan_to_num()), "what is written over dout"
+    for keep in (False, True):
+        of_backward = module.swiglu_backward_quantised(written := dout.clone(), gate, up, keep)
+        check_kept(module, module.swiglu_quantised(gate, up, keep), hidden, keep)
+        check_kept(module, of_backward, both, keep)
+        assert torch.equal(written.nan_to_num(), expected.nan_to_num()), "what is written over dout"
+
+
+def check_kept(module, found, of, keep):
+    """What a function returned: the codes of a matrix, and with `keep` the matrix itself."""
+    (codes, scales), kept = found
+    wanted = module.quantise_rows(of)
+    assert codes.shape == of.shape and codes.is_contiguous() and torch.equal(scales, wanted.scales)
+    same_codes(codes, wanted.codes.cpu().view(torch.uint8), "SwiGLU")
+    assert (kept is not None) == keep and (not keep or torch.equal(kept.nan_to_num(), of.nan_to_num())), "what is kept"
 
 
 def check_largest_of_swiglu(ops, device, dtype, columns):
@@ -172,12 +180,11 @@ def check_largest_of_swiglu(ops, device, dtype, columns):
         gate[row, piece * columns // pieces + 5] = 0.0 if kind == 0 else 8.0
         up[row, piece * columns // pieces + 5] = (sign * 2.0**20, 0.0, sign * 2.0**20)[kind]
         dout[row, piece * columns // pieces + 5] = (2.0**20, sign * 2.0**20, 0.0)[kind]
-    hidden = module.quantise_rows(swiglu.swiglu_forward(gate, up))
-    both = module.quantise_rows(swiglu.backward_in_place(dout.clone(), gate, up)[0])
-    assert len(set(hidden.scales.tolist())) > 1 and len(set(both.scales.tolist())) > 1
-    for found, wanted in ((module.swiglu_quantised(gate, up), hidden), (module.swiglu_backward_quantised(dout, gate, up), both)):
-        assert torch.equal(found.scales, wanted.scales)
-        same_codes(found.codes, wanted.codes.cpu().view(torch.uint8), "SwiGLU")
+    hidden, both = swiglu.swiglu_forward(gate, up), swiglu.backward_in_place(dout.clone(), gate, up)[0]
+    for keep in (False, True):
+        check_kept(module, module.swiglu_quantised(gate, up, keep), hidden, keep)
+        check_kept(module, module.swiglu_backward_quantised(dout.clone(), gate, up, keep), both, keep)
+    assert all(len(set(module.quantise_rows(of).scales.tolist())) > 1 for of in (hidden, both))
 
 
 # Rows that are read once and in pieces, of each tile, and those that no tile divides.
@@ -213,8 +220,8 @@ MUTANTS = [
     *generated("kernel_src/quantise.py", "quantise_any_rows", "read_row"),
     *generated("kernel_src/quantise.py", "recode_transposed", "recode_transposed"),
     *generated("kernel_src/quantise.py", "quantise_rows", "scale_of size"),
-    *generated("kernel_src/quantise.py", "swiglu_quantised", "codes_in gradients inputs_of swiglu_quantised"),
-    *generated("kernel_src/quantise.py", "swiglu_long_quantised", "swiglu_backward_quantised"),
+    *generated("kernel_src/quantise.py", "swiglu_quantised", "codes_in forward_row gradients inputs_of"),
+    *generated("kernel_src/quantise.py", "swiglu_long_quantised", "backward_row"),
     *generated("shared/ops/quantised.py", "quantise_transposed", "_blocks"),
     *generated("shared/ops/quantised.py", "quantise_rows", "_coded _scale_of quantise_rows", kernels=False),
     *errors_in("kernel_src/quantise.py", "quantise_rows", "quantise_rows",
@@ -240,12 +247,13 @@ MUTANTS = [
          ("ct.truediv(1.0, scale)", "scale"),
          ("if i == 0", "if i == 2"),
          ("ROWS, TILE, 16", "ROWS, TILE * 2, 16")),
-    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "swiglu_quantised",
+    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "forward_row",
          ("read(up, place)", "read(gate, place)"),
-         ("largest = ct.maximum(largest, size(ct.astype(hidden, ct.float32)))", "largest = size(ct.astype(hidden, ct.float32))"),
-         ("held[i]", "held[0]"),
+         ("largest = ct.maximum(largest, size(ct.astype(out, ct.float32)))", "largest = size(ct.astype(out, ct.float32))"),
+         ("held[i], ct.float32", "held[0], ct.float32"),
+         ("held[i], check", "held[0], check"),
          ("row, scale, check", "row, inverse, check")),
-    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "swiglu_backward_quantised",
+    *errors_in("kernel_src/quantise.py", "swiglu_quantised", "backward_row",
          ("inputs[3 * i],", "inputs[0],"),
          ("inputs[3 * i + 1], inputs[3 * i + 2]", "inputs[3 * i + 2], inputs[3 * i + 1]"),
          ("ct.maximum(largest, ct.maximum(dg, du))", "ct.maximum(dg, du)", "swiglu_largest_quantised"),
@@ -256,6 +264,8 @@ MUTANTS = [
          ("ct.minimum(least, ct.minimum(dg, du))", "ct.minimum(least, du)", "swiglu_largest_quantised"),
          ("-least", "least", "swiglu_largest_quantised"),
          ("ct.maximum(largest, -least)", "largest", "swiglu_largest_quantised"),
+         ("columns), dg, check", "columns), du, check"),
+         ("(row, (PIECES + i) * TILE + columns), du, check", "(row, i * TILE + columns), du, check"),
          ("dups[i]", "dups[0]"),
          ("row, scale, check", "row, inverse, check")),
     *errors_in("kernel_src/quantise.py", "swiglu_quantised", "gradients", ("g * sigmoid(g)", "u * sigmoid(g)")),

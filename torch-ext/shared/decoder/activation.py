@@ -70,15 +70,19 @@ def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: Up, acti
     return both, dgate, dup
 
 
-def gated_quantised(gate: torch.Tensor, up: Up, activation: str) -> Quantised:
-    """`gated_forward` in codes, for a product in eight bits."""
+def gated_quantised(gate: torch.Tensor, up: Up, activation: str, keep: bool) -> Tuple[Quantised, Optional[torch.Tensor]]:
+    """`gated_forward` in codes, for a product in eight bits, and with `keep` itself, else None."""
     if up is not None and activation == "silu":
-        return swiglu_quantised(gate, up)
-    return quantise_rows(gated_forward(gate, up, activation))
+        return swiglu_quantised(gate, up, keep)
+    hidden = gated_forward(gate, up, activation)
+    return quantise_rows(hidden), hidden if keep else None
 
 
-def gated_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: Up, activation: str) -> Quantised:
-    """The [dgate | dup] of `gated_backward_in_place` in codes, and act(gate) * up over dout, as of it."""
+def gated_backward_quantised(
+    dout: torch.Tensor, gate: torch.Tensor, up: Up, activation: str, keep: bool
+) -> Tuple[Quantised, Optional[torch.Tensor]]:
+    """The [dgate | dup] of `gated_backward_in_place` in codes, and with `keep` itself, else None; act(gate) * up goes over dout."""
     if up is not None and activation == "silu":
-        return swiglu_backward_quantised(dout, gate, up)
-    return quantise_rows(gated_backward_in_place(dout, gate, up, activation)[0])
+        return swiglu_backward_quantised(dout, gate, up, keep)
+    both = gated_backward_in_place(dout, gate, up, activation)[0]
+    return quantise_rows(both), both if keep else None

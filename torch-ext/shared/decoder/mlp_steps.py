@@ -74,8 +74,19 @@ def gate_and_up(products: Sequence[torch.Tensor], gated: bool) -> Tuple[torch.Te
     return gate, up
 
 
+def begin_down(spec: Outputs, down: Projections, gate: torch.Tensor, up: Optionals) -> torch.Tensor:
+    """The input of the MLP's last product, which begins: in codes where that is made in eight bits."""
+    if down.eight is None:
+        hidden = gated_forward(gate, up, spec.activation)
+        down.begin(hidden)
+        return hidden
+    eight, dense = gated_quantised(gate, up, spec.activation, not down.reads_codes)
+    down.begin(eight, dense)
+    return eight.codes
+
+
 def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
-    """The input of the MLP's last product, in codes where nothing else reads it, and what is saved, without the branch.
+    """The input of the MLP's last product, begun, and what is saved, without the branch.
 
     both: [tokens, gate's and up's rows], where these products go.
     """
@@ -83,14 +94,7 @@ def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both:
     total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
     gate, up = gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both), spec.gated)
     del y
-    if groups.down.reads_codes:
-        eight = gated_quantised(gate, up, spec.activation)
-        groups.down.begin(eight)
-        hidden = eight.codes
-    else:
-        hidden = gated_forward(gate, up, spec.activation)
-        groups.down.begin(hidden)
-    return hidden, MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
+    return begin_down(spec, groups.down, gate, up), MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
 
 
 def add_branch(
@@ -157,9 +161,7 @@ def _hidden_of(spec: Outputs, groups: OutputGroups, y: torch.Tensor) -> Tuple[Ou
     """The groups with what they make of one tile, its gate and up, and the input of its last product. y: of the tile."""
     groups = groups._replace(inner=copy.copy(groups.inner), down=copy.copy(groups.down))
     gate, up = gate_and_up(groups.inner.forward(y, are_few(y.shape[0])), spec.gated)
-    hidden = gated_forward(gate, up, spec.activation)
-    groups.down.begin(hidden)
-    return groups, gate, up, hidden
+    return groups, gate, up, begin_down(spec, groups.down, gate, up)
 
 
 def tiled_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups) -> Tuple[torch.Tensor, MLPSaved]:
@@ -229,9 +231,10 @@ def _inner_backward(spec: Outputs, dbranch: torch.Tensor, normed: Callable[[], t
     if need_inner:
         follow = any(each.weight for each in needs.down)
         hidden = down.input_gradient((dbranch,), dlow, weights_follow=follow)  # its gradient, and after the next lines itself
-        if inner.reads_codes and not any(each.bias for each in needs.inner):
-            together = gated_backward_quantised(hidden, gate, up, spec.activation)
-            grads = together.codes.split(inner.group.rows, 1)
+        if inner.eight is not None:
+            keep = not inner.reads_codes or any(each.bias for each in needs.inner)
+            together, both = gated_backward_quantised(hidden, gate, up, spec.activation, keep)
+            grads = (together.codes if both is None else both).split(inner.group.rows, 1)
         else:
             together, *pair = gated_backward_in_place(hidden, gate, up, spec.activation)
             grads = pair if len(needs.inner) == 2 else (together,)

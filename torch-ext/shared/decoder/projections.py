@@ -174,13 +174,14 @@ class Projections:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether x may be in codes, and so may the results' gradients where no bias needs one: nothing reads them in 16 bits."""
+        """Whether x may be in codes alone, and so may the results' gradients where no bias needs one: nothing reads them in 16 bits."""
         return self.eight is not None and not self.group.spans
 
-    def begin(self, x: Operand) -> None:
-        """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits."""
-        if self.group.spans and isinstance(x, torch.Tensor):
-            self.low = self._low(x)
+    def begin(self, x: Operand, dense: Optional[torch.Tensor] = None) -> None:
+        """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits. dense: x where it is
+        in codes and there are adapters."""
+        if self.group.spans:
+            self.low = self._low(x if isinstance(x, torch.Tensor) else dense)
         if self.eight is not None:
             self.eight.begin(x)
 

@@ -55,7 +55,9 @@ _rows = Kernel("quantise_rows", grid=one_block_a_row)
 _transposed = Kernel("quantise_transposed", grid=_blocks, views=_words)
 _recoded = Kernel("recode_transposed", grid=_blocks, views=_words)
 _swiglu = Kernel("swiglu_quantised", grid=one_block_a_row)
+_swiglu_kept = Kernel("swiglu_quantised_kept", grid=one_block_a_row)
 _swiglu_backward = Kernel("swiglu_backward_quantised", grid=one_block_a_row)
+_swiglu_backward_kept = Kernel("swiglu_backward_quantised_kept", grid=one_block_a_row)
 
 
 def quantise_rows(x: torch.Tensor, out: Optional[Quantised] = None) -> Quantised:
@@ -99,26 +101,38 @@ def quantise_transposed(x: Operand, scale: torch.Tensor, out: Optional[Quantised
     return found
 
 
-def swiglu_quantised(gate: torch.Tensor, up: torch.Tensor) -> Quantised:
-    """`quantise_rows` of silu(gate) * up, [rows, columns] each, bit for bit."""
+def swiglu_quantised(gate: torch.Tensor, up: torch.Tensor, keep: bool = False) -> Tuple[Quantised, Optional[torch.Tensor]]:
+    """`quantise_rows` of silu(gate) * up, [rows, columns] each, bit for bit, and with `keep` what it is of, else None."""
     found = Quantised.empty(gate.shape[0], gate.shape[1], gate.device)
     if kernels_run_on(gate, up):
         gate, up = aligned(gate), aligned(up)
-        if _swiglu.takes(gate, up, *found):
-            _swiglu(gate, up, *found)
-            return found
-    return quantise_rows(swiglu_forward(gate, up), found)
+        kernel, kept = (_swiglu_kept, [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)]) if keep else (_swiglu, [])
+        if kernel.takes(gate, up, *kept, *found):
+            kernel(gate, up, *kept, *found)
+            return found, kept[0] if keep else None
+        kept.clear()
+    hidden = swiglu_forward(gate, up)
+    return quantise_rows(hidden, found), hidden if keep else None
 
 
-def swiglu_backward_quantised(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Quantised:
-    """`quantise_rows` of the [dgate | dup] of `backward_in_place`, bit for bit, and silu(gate) * up over dout, as of it."""
+def swiglu_backward_quantised(
+    dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, keep: bool = False
+) -> Tuple[Quantised, Optional[torch.Tensor]]:
+    """`quantise_rows` of the [dgate | dup] of `backward_in_place`, bit for bit, and with `keep` what it is of, else None. silu(gate) * up
+    goes over dout."""
     if kernels_run_on(dout, gate, up):
         gate, up = aligned(gate), aligned(up)
-        found = Quantised.empty(gate.shape[0], 2 * gate.shape[1], gate.device)
-        if _swiglu_backward.takes(dout, gate, up, *found):
-            _swiglu_backward(dout, gate, up, *found)
-            return found
-    return quantise_rows(backward_in_place(dout, gate, up)[0])
+        rows, columns = gate.shape
+        found = Quantised.empty(rows, 2 * columns, gate.device)
+        kernel, kept = _swiglu_backward, []
+        if keep:
+            kernel, kept = _swiglu_backward_kept, [torch.empty((rows, 2 * columns), dtype=gate.dtype, device=gate.device)]
+        if kernel.takes(dout, gate, up, *kept, *found):
+            kernel(dout, gate, up, *kept, *found)
+            return found, kept[0] if keep else None
+        kept.clear()
+    both = backward_in_place(dout, gate, up)[0]
+    return quantise_rows(both), both if keep else None
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:
@@ -160,7 +174,9 @@ def _restored(x: torch.Tensor, factors: torch.Tensor) -> tuple:
 def _restored_swiglu(gate: torch.Tensor, up: torch.Tensor, dout: torch.Tensor) -> tuple:
     """For `--check`: SwiGLU and its gradients. In fp16, of which no products are in eight bits, it would compare where fp16 rounds."""
     gate, up, dout = [x.float() if x.dtype == torch.float16 else x for x in (gate, up, dout)]
-    return restored(swiglu_quantised(gate, up)), restored(swiglu_backward_quantised(dout.clone(), gate, up))
+    alone = restored(swiglu_quantised(gate, up)[0]), restored(swiglu_backward_quantised(dout.clone(), gate, up)[0])
+    kept = [each for found in (swiglu_quantised(gate, up, True), swiglu_backward_quantised(dout, gate, up, True)) for each in found]
+    return (*alone, *[restored(each) if isinstance(each, Quantised) else each for each in kept])
 
 
 SELF_CHECKS = {
