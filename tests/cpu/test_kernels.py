@@ -11,12 +11,17 @@ import torch
 
 from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
-from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, quantised, rms_norm, rotary, routing, swiglu
+from tests.numerics.experts import *  # noqa: F403
+from tests.numerics.experts import ROUTES
+from tests.numerics.operations import *  # noqa: F403
+from tests.numerics.operations import NO_LOGITS
+from tests.ops import common, experts, grouped_gemm, linear_cross_entropy, low_rank, quantised, routing
 from tests.ops.common import FLOATS, randn, runtime_of
-from tests.ops.loss_without_logits import EVALUATION_CASES, EVALUATION_SHAPES, check_evaluation
+from tests.ops.loss_without_logits import check_evaluation
 from tools.kernel_package import package_folders
 from tools.targets import operations
 
+PLACE = "interpreter"
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(folder)}
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -46,87 +51,32 @@ def new_memory_is_nan():
 
 
 @pytest.fixture
-def ops(package, backend):
+def ops(request, package, backend):
     backend.launched.clear()
     yield package
-    assert backend.launched, "the operation ran in PyTorch, not in a kernel"
+    assert backend.launched or "launched" in request.fixturenames, "the operation ran in PyTorch, not in a kernel"
 
 
-@dtypes
-@pytest.mark.parametrize("shape", rms_norm.RMS_NORM_SHAPES, ids=str)
-def test_rms_norm(ops, dtype, shape):
-    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape)
+@pytest.fixture
+def own_gemms(ops):
+    return ops
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", ((3, 5, 128), (4, 1000)), ids=str)
-def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
-    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
+@pytest.fixture
+def e4m3():
+    """The interpreter has it."""
 
 
-@pytest.mark.parametrize(
-    "view",
-    (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:],
-     lambda x: x[..., ::2]),
-)
-def test_rms_norm_of_views(ops, view):
-    rms_norm.check_rms_norm(ops, DEVICE, torch.bfloat16, (3, 4, 1032), view=view)
+@pytest.fixture
+def launched(backend):
+    """Compares the kernels that ran, all of them or those of some names, and returns their names in full."""
 
+    def compared(names, among=None):
+        ran = {name.partition("-")[0] for name in backend.launched}
+        assert names == (ran if among is None else ran & among)
+        return backend.launched
 
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", rms_norm.ADD_RMS_NORM_SHAPES, ids=str)
-def test_add_rms_norm(ops, dtype, shape):
-    rms_norm.check_add_rms_norm(ops, DEVICE, dtype, shape)
-
-
-@dtypes
-@pytest.mark.parametrize("case", rotary.ROTARY_CASES, ids=str)
-def test_rotary(ops, dtype, case):
-    rotary.check_rotary(ops, DEVICE, dtype, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("case",
-                         [c for c in rotary.QK_NORM_ROTARY_CASES if c["heads"] % 4 == 0 and c["head_dim"] == 128 and not c.get("half")],
-                         ids=str)
-def test_qk_norm_rotary(ops, dtype, case):
-    rotary.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("shape", swiglu.SWIGLU_SHAPES, ids=str)
-def test_swiglu(ops, dtype, shape):
-    swiglu.check_swiglu(ops, DEVICE, dtype, shape)
-
-
-@dtypes
-@pytest.mark.parametrize("offset", (0, 1, 8))
-@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
-def test_adamw(ops, dtype, offset, capturable):
-    adamw.check_adamw(ops, DEVICE, dtype, offset=offset, capturable=capturable)
-
-
-@dtypes
-@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
-def test_adamw_of_four(ops, dtype, capturable):
-    adamw.check_adamw_of_four(ops, DEVICE, dtype, capturable)
-
-
-@dtypes
-def test_mlp(ops, dtype):
-    swiglu.check_mlp(ops, DEVICE, dtype, 33, 64, 160)
-
-
-@dtypes
-@pytest.mark.parametrize("case", linear_cross_entropy.LOSS_CASES, ids=str)
-def test_linear_cross_entropy_options(ops, dtype, case):
-    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, 3, 16, 4107, upstream=1.0, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("shape", linear_cross_entropy.LOSS_SHAPES, ids=str)
-def test_linear_cross_entropy_sizes(ops, dtype, shape):
-    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
+    return compared
 
 
 @pytest.fixture(params=("sm_90", "sm_80"))
@@ -139,37 +89,19 @@ def gpu(request, backend, package):
     forget_launches(runtime_of(package))
 
 
-def assert_no_logits(backend):
-    assert {name.split("-")[0] for name in backend.launched} == {"linear_cross_entropy_statistics", "linear_cross_entropy_combine"}
-
-
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", EVALUATION_SHAPES, ids=str)
-def test_evaluation_stores_no_logits(ops, backend, gpu, dtype, shape):
-    check_evaluation(ops, DEVICE, dtype, *shape)
-    assert_no_logits(backend)
-
-
-@pytest.mark.parametrize("case", EVALUATION_CASES, ids=str)
-def test_evaluation_options(ops, backend, case):
-    check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
-    assert_no_logits(backend)
-
-
-def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, backend, gpu):
+def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, launched, gpu):
     """The last group is lower than the others."""
     check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
-    assert_no_logits(backend)
+    launched(NO_LOGITS)
 
 
-def test_evaluation_in_steps(ops, backend, monkeypatch):
+def test_evaluation_in_steps(ops, launched, monkeypatch):
     """What is kept of the logits stays bounded, so many tokens take several launches."""
     loss = sys.modules[f"{ops.__name__}.shared.ops.loss_without_logits"]
     monkeypatch.setattr(loss, "PARTIALS_BYTES", 0)
     monkeypatch.setattr(loss, "TOKENS_A_READING", 64)
     check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
-    assert_no_logits(backend)
-    assert len(backend.launched) == 2 * 2 * 3
+    assert len(launched(NO_LOGITS)) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -187,56 +119,16 @@ def test_evaluation_that_the_kernel_does_not_take(ops, backend, dtype, features,
     assert not any(name.startswith("linear_cross_entropy") for name in backend.launched)
 
 
-def test_a_frozen_head_and_hidden_states_store_no_logits(ops, backend):
+def test_a_frozen_head_and_hidden_states_store_no_logits(ops, launched):
     hidden, weight = (randn(n, 64, dtype=torch.bfloat16, device=DEVICE, seed=n) for n in (5, 40))
     assert not ops.linear_cross_entropy(hidden, weight, torch.arange(5)).requires_grad
-    assert_no_logits(backend)
+    launched(NO_LOGITS)
 
 
 @dtypes
 @pytest.mark.parametrize("classes", (17, 64), ids=str)
 def test_gradients_of_the_loss_are_scaled_by_what_arrives(ops, dtype, classes):
     linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
-
-
-@dtypes
-@pytest.mark.parametrize("case", experts.EXPERTS_CASES, ids=str)
-def test_experts(ops, dtype, case):
-    experts.check_experts(ops, DEVICE, dtype, **case)
-
-
-@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
-def test_experts_with_frozen_parts(ops, frozen):
-    experts.check_experts(ops, DEVICE, torch.bfloat16, 19, 24, 64, 4, 2, frozen=frozen)
-
-
-@pytest.mark.parametrize("gpt_oss", (True, False))
-def test_experts_that_are_not_here(ops, gpt_oss):
-    experts.check_experts(ops, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1, gpt_oss=gpt_oss)
-
-
-@pytest.mark.parametrize("gpt_oss", (True, False))
-def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
-    """NaN passes as through torch.clamp, and only to its token's result."""
-    experts.check_nan_in_experts(ops, DEVICE, gpt_oss)
-
-
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("case", grouped_gemm.GROUPED_CASES, ids=str)
-def test_grouped_gemms(ops, backend, gpu, dtype, case):
-    grouped_gemm.check_grouped_gemm(ops, DEVICE, dtype, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer", "expert_blocks"}
-
-
-ROUTES = {"expert_counts", "expert_sums", "expert_order"}
-
-
-@pytest.mark.parametrize("case", routing.CASES, ids=str)
-def test_routes(package, backend, gpu, case):
-    """There is no kernel with room for 600 experts."""
-    backend.launched.clear()
-    routing.check_route(package, DEVICE, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == (ROUTES if case["experts"] <= 512 else set())
 
 
 def test_many_pairs_of_many_experts_are_sorted_by_pytorch(package, backend, monkeypatch):
@@ -246,27 +138,6 @@ def test_many_pairs_of_many_experts_are_sorted_by_pytorch(package, backend, monk
     assert not backend.launched
     routing.check_route(package, DEVICE, 42, 100, 3)
     assert backend.launched
-
-
-@pytest.mark.parametrize("case", routing.BLOCKS, ids=str)
-def test_blocks_of_rows(package, backend, gpu, case):
-    backend.launched.clear()
-    routing.check_row_blocks(package, DEVICE, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == ({"expert_blocks"} if len(case["counts"]) <= 512 else set())
-
-
-@pytest.mark.parametrize(("dtype", "result"), low_rank.DTYPES, ids=str)
-@pytest.mark.parametrize("case", low_rank.CASES, ids=str)
-def test_low_rank_gradients(ops, backend, gpu, dtype, result, case):
-    low_rank.check_low_rank_gradients(ops, DEVICE, dtype, result, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == {"low_rank_gradients"}
-
-
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("case", low_rank.CASES, ids=str)
-def test_low_rank_add(ops, backend, gpu, dtype, case):
-    low_rank.check_low_rank_add(ops, DEVICE, dtype, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == {"low_rank_add"}
 
 
 @pytest.mark.parametrize(
@@ -280,50 +151,10 @@ def test_low_rank_adds_that_are_left_to_pytorch(package, backend, dtype, case):
     assert not backend.launched
 
 
-def test_low_rank_gradients_that_are_left_to_pytorch(ops, backend):
-    low_rank.check_what_is_left_to_pytorch(ops, DEVICE)
-
-
-@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
-@pytest.mark.parametrize("columns", quantised.COLUMNS)
-def test_quantised_rows(ops, backend, columns, odd):
-    quantised.check_rows(ops, DEVICE, torch.bfloat16, 9, columns, odd)
-    exact = columns in (1024, 2048, 4096) or columns % 512 == 0
-    [name] = backend.launched
-    assert name.startswith("quantise_rows-") and f"CHECK{int(not exact)}" in name.split("-")
-
-
-@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
-@pytest.mark.parametrize("shape", quantised.TRANSPOSED, ids=str)
-def test_quantised_transposed(ops, shape, odd):
-    quantised.check_transposed(ops, DEVICE, torch.bfloat16, *shape, odd)
-
-
-@pytest.mark.parametrize("odd", (False, True), ids=("", "with NaN and infinity"))
-@pytest.mark.parametrize("shape", quantised.TRANSPOSED, ids=str)
-def test_recoded(ops, backend, shape, odd):
-    quantised.check_recoded(ops, DEVICE, torch.bfloat16, *shape, odd)
-    assert {name.partition("-")[0] for name in backend.launched} == {"quantise_rows", "recode_transposed"}
-
-
-@pytest.mark.parametrize("joined", (False, True), ids=("", "joined"))
-@pytest.mark.parametrize("columns", (*quantised.SWIGLU, 1040))
-def test_swiglu_in_codes(ops, backend, columns, joined):
-    quantised.check_swiglu(ops, DEVICE, torch.bfloat16, 5, columns, False, joined)
-    launched = {name.partition("-")[0] for name in backend.launched}
-    assert ({"swiglu_quantised", "swiglu_backward_quantised"} <= launched) == (columns in quantised.SWIGLU)
-
-
 @pytest.mark.parametrize("view", quantised.VIEWS)
 def test_quantised_views(ops, view):
     quantised.check_rows(ops, DEVICE, torch.bfloat16, 32, 96, view=view)
     quantised.check_transposed(ops, DEVICE, torch.bfloat16, 32, 96, view=view)
-
-
-def test_quantised_parts(ops):
-    quantised.check_rows_into(ops, DEVICE, torch.bfloat16, 5, 512)
-    quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144)
-    quantised.check_transposed_into(ops, DEVICE, torch.bfloat16, 160, 144, odd=1)
 
 
 @pytest.mark.parametrize(("dtype", "columns"), ((torch.float16, 512), (torch.float32, 512), (torch.bfloat16, 20)), ids=str)

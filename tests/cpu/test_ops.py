@@ -6,66 +6,34 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.ops import adamw, experts, linear_cross_entropy, loss_without_logits, rms_norm, rotary
+from tests.numerics.experts import test_experts, test_experts_that_are_not_here, test_experts_with_frozen_parts  # noqa: F401
+from tests.numerics.operations import (  # noqa: F401
+    test_adamw,
+    test_linear_cross_entropy_options,
+    test_qk_norm_rotary,
+    test_rms_norm_with_an_fp32_weight,
+    test_rotary,
+)
+from tests.ops import experts, loss_without_logits
 from tests.ops.common import FLOATS
 
+PLACE = "pytorch"
 DEVICE = "cpu"
-dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-def test_rms_norm_with_an_fp32_weight(qwen3, dtype):
-    rms_norm.check_rms_norm(qwen3, DEVICE, dtype, (3, 5, 128), weight_dtype=torch.float32)
+@pytest.fixture
+def ops(qwen3):
+    return qwen3
 
 
-@dtypes
-@pytest.mark.parametrize("case", rotary.ROTARY_CASES, ids=str)
-def test_rotary(qwen3, dtype, case):
-    rotary.check_rotary(qwen3, DEVICE, dtype, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("case", rotary.QK_NORM_ROTARY_CASES, ids=str)
-def test_qk_norm_rotary(qwen3, dtype, case):
-    rotary.check_qk_norm_rotary(qwen3, DEVICE, dtype, **case)
-
-
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
-@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
-def test_adamw(qwen3, dtype, capturable):
-    adamw.check_adamw(qwen3, DEVICE, dtype, capturable=capturable)
-
-
-@dtypes
-@pytest.mark.parametrize("case", linear_cross_entropy.LOSS_CASES, ids=str)
-def test_linear_cross_entropy_options(qwen3, dtype, case):
-    linear_cross_entropy.check_linear_cross_entropy(qwen3, DEVICE, dtype, 60, 32, 1001, **case)
-
-
-@dtypes
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", loss_without_logits.EVALUATION_CASES, ids=str)
 def test_evaluation(qwen3, dtype, case):
     loss_without_logits.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
 
 
-@dtypes
-@pytest.mark.parametrize("case", experts.EXPERTS_CASES, ids=str)
-def test_experts(qwen3, dtype, case):
-    experts.check_experts(qwen3, DEVICE, dtype, **case)
-
-
-@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
-def test_experts_with_frozen_parts(qwen3, frozen):
-    experts.check_experts(qwen3, DEVICE, torch.float32, 19, 24, 64, 4, 2, frozen=frozen)
-
-
 def test_experts_of_no_tokens(qwen3):
     experts.check_experts(qwen3, DEVICE, torch.float32, 0, 24, 64, 4, 2)
-
-
-def test_no_expert_is_here(qwen3):
-    """All ids belong to other processes: nothing is added, and everything has a gradient of zero."""
-    experts.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
 
 
 @pytest.mark.parametrize(

@@ -36,33 +36,23 @@ def launch_of(package):
     return importlib.import_module(f"{package.__name__}.shared.runtime.launch")
 
 
-@pytest.fixture(scope="session")
-def ops():
-    return load(ROOT)
+def loaded_once(name: str, folder: str):
+    """The fixture of a package of this repository. folder: of its build.toml."""
+    return pytest.fixture(scope="session", name=name)(lambda: load(ROOT / folder))
 
 
-@pytest.fixture(scope="session")
-def liger():
-    """The package for Liger's users."""
-    return load(ROOT / "packages" / "liger")
+loaded_ops = loaded_once("ops", ".")
+loaded_liger = loaded_once("liger", "packages/liger")
+loaded_decoders = loaded_once("decoders", "packages/decoders")
+loaded_moe = loaded_once("moe", "packages/moe")
+loaded_qwen3_5 = loaded_once("qwen3_5", "packages/qwen3_5")
 
 
-@pytest.fixture(scope="session")
-def decoders():
-    """The package for every dense family."""
-    return load(ROOT / "packages" / "decoders")
-
-
-@pytest.fixture(scope="session")
-def moe():
-    """The package for families with experts."""
-    return load(ROOT / "packages" / "moe")
-
-
-@pytest.fixture(scope="session")
-def qwen3_5():
-    """The package for Qwen3.5."""
-    return load(ROOT / "packages" / "qwen3_5")
+@pytest.fixture
+def qwen3(ops):
+    """Qwen3's package. Whatever a test patches is put back."""
+    yield ops
+    ops.reset()
 
 
 @pytest.fixture
@@ -70,6 +60,23 @@ def suite_ops(request, liger, ops):
     """Its operations by name, and those of a head, whose kernels have no room in it."""
     name = request.node.callspec.params.get("name", "") if hasattr(request.node, "callspec") else ""
     return suite(*in_order(name, [liger, ops], lambda package, kernel: launch_of(package).ships(kernel)))
+
+
+@pytest.fixture
+def device():
+    """Where the tests that run elsewhere too put their tensors and models."""
+    return "cuda"
+
+
+@pytest.fixture
+def gpu():
+    """The interpreter's tests choose one."""
+
+
+@pytest.fixture
+def launched():
+    """What the interpreter's tests are told of the kernels that ran (tests.numerics)."""
+    return lambda names, among=None: []
 
 
 @pytest.fixture

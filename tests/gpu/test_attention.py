@@ -33,12 +33,6 @@ def operation(ops):
     return importlib.import_module(f"{ops.__name__}.shared.ops.attention")
 
 
-@pytest.fixture
-def qwen3(ops):
-    yield ops
-    ops.reset()
-
-
 # ---------------------------------------------------------------- the operation
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", checks.CASES, ids=str)

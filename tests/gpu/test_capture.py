@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.capturing import assert_equal
 from tests.models import losses_of, tiny_model
 
 SIZES = {
@@ -35,12 +36,6 @@ def gradients(model, seed, shape=SHAPE, passes=1, **options):
         ids = batch(seed + number, shape)
         model(**{"labels": ids, **options}, input_ids=ids, use_cache=False).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys() and found
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @contextlib.contextmanager

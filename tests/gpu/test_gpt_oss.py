@@ -8,30 +8,22 @@ import torch
 
 from tests.gpu.ways import check_cache, check_compiled_half, check_lora, check_same_bits
 from tests.models import Step, random_tokens, tiny_gpt_oss
-from tests.ops import expert_adapters, experts, four_bits, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
+from tests.numerics.experts import *  # noqa: F403
+from tests.numerics.experts import LARGE
+from tests.ops import expert_adapters, experts, four_bits, rms_norm, rotary, round_last_rms_norm
 from tests.ops.common import FLOATS
 
+PLACE = "gpu"
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 TOKENS = random_tokens(2, 129)
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 halves = pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 
-EXPERTS_LARGE = (
-    dict(tokens=515, hidden=2880, width=2880, experts=4, top_k=2, skew=1.0),
-    dict(tokens=300, hidden=256, width=128, experts=128, top_k=4),
-    dict(tokens=515, hidden=2048, width=768, experts=16, top_k=8, gpt_oss=False),
-    dict(tokens=300, hidden=256, width=128, experts=32, top_k=4, skew=2.0, absent=0.4),
-)
 
-GROUPED_LARGE = (
-    dict(counts=[700, 0, 1, 347], k=2880, n=5760, absent=200),
-    dict(counts=[0, 1500, 0], k=2880, n=2880),
-    dict(counts=[40, 200, 0, 128, 63, 65] * 4, k=2048, n=768),
-    dict(counts=[90, 0, 260], k=1000, n=1536, absent=300),
-    dict(counts=[700, 0, 1, 347], k=2880, n=16, absent=200),  # as adapters have them
-    dict(counts=[40, 200, 0, 128, 63], k=8, n=5760),
-)
+@pytest.fixture
+def ops(gpt_oss):
+    return gpt_oss
 
 
 @pytest.fixture
@@ -47,10 +39,12 @@ def ours(gpt_oss, monkeypatch):
     return gpt_oss
 
 
-def skip_without_kernel(dtype):
+@pytest.fixture
+def own_gemms(ours, dtype):
     """bf16 is not built for the GPUs where PyTorch's grouped GEMM is one kernel, but for compute capability 9.0."""
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 10:
         pytest.skip("there is PyTorch's kernel alone")
+    return ours
 
 
 def test_numbers_of_four_bits(gpt_oss):
@@ -80,51 +74,9 @@ def test_weights_in_codes_and_an_embedding_on_the_host(gpt_oss):
 
 
 @halves
-@pytest.mark.parametrize("case", (*grouped_gemm.GROUPED_CASES, *GROUPED_LARGE), ids=str)
-def test_grouped_gemms(ours, dtype, case):
-    skip_without_kernel(dtype)
-    grouped_gemm.check_grouped_gemm(ours, DEVICE, dtype, **case)
-
-
-@halves
-@pytest.mark.parametrize("case", EXPERTS_LARGE, ids=str)
-def test_experts_in_our_grouped_gemms(ours, dtype, case):
-    skip_without_kernel(dtype)
-    experts.check_experts(ours, DEVICE, dtype, **case)
-
-
-ROUTES_LARGE = (dict(tokens=8192, experts=128, top_k=8), dict(tokens=4096, experts=512, top_k=10))
-
-
-@pytest.mark.parametrize("case", (*routing.CASES, *ROUTES_LARGE), ids=str)
-def test_routes(gpt_oss, case):
-    routing.check_route(gpt_oss, DEVICE, **case)
-
-
-@pytest.mark.parametrize("case", (*routing.BLOCKS, dict(counts=[500 + i for i in range(128)], height=128)), ids=str)
-def test_blocks_of_rows(gpt_oss, case):
-    routing.check_row_blocks(gpt_oss, DEVICE, **case)
-
-
-@dtypes
-@pytest.mark.parametrize("case", (*experts.EXPERTS_CASES, *EXPERTS_LARGE), ids=str)
-def test_experts(gpt_oss, dtype, case):
-    experts.check_experts(gpt_oss, DEVICE, dtype, **case)
-
-
-@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
-def test_experts_with_frozen_parts(gpt_oss, frozen):
-    experts.check_experts(gpt_oss, DEVICE, torch.bfloat16, 190, 64, 128, 4, 2, frozen=frozen)
-
-
-@pytest.mark.parametrize("clamped", (True, False))
-def test_experts_that_are_not_here(gpt_oss, clamped):
-    experts.check_experts(gpt_oss, DEVICE, torch.bfloat16, 70, 64, 128, 4, 2, absent=1.1, gpt_oss=clamped)
-
-
-@pytest.mark.parametrize("clamped", (True, False))
-def test_nan_reaches_the_result_of_the_experts(gpt_oss, clamped):
-    experts.check_nan_in_experts(gpt_oss, DEVICE, clamped)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_experts_in_our_grouped_gemms(own_gemms, dtype, case):
+    experts.check_experts(own_gemms, DEVICE, dtype, **case)
 
 
 def test_a_second_backward_pass_of_the_experts_gives_the_same(gpt_oss):

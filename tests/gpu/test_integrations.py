@@ -15,20 +15,9 @@ from tests.integrations.trainers import *  # noqa: F403
 
 
 @pytest.fixture
-def qwen3(ops):
-    yield ops
-    ops.reset()
-
-
-@pytest.fixture
 def decoders(decoders):
     yield decoders
     decoders.reset()
-
-
-@pytest.fixture
-def device():
-    return "cuda"
 
 
 @pytest.mark.integration("generate: static cache, compiled as transformers does it by default", on="cuda")

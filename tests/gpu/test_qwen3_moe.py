@@ -37,12 +37,6 @@ CHOSEN = (
 )
 
 
-@pytest.fixture
-def qwen3(ops):
-    yield ops
-    ops.reset()
-
-
 @dtypes
 @pytest.mark.parametrize("case", ALL_CHOSEN, ids=str)
 @pytest.mark.usefixtures("poisoned")
