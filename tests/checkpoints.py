@@ -1,12 +1,12 @@
-"""Training steps under gradient checkpointing: their gradients, and how often an operator ran."""
+"""Training steps under gradient checkpointing: their gradients."""
 
 import importlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import random_tokens
+from tests.modes import Operators
 
 IDS = random_tokens(2, 17)
 INPUTS = {"input_ids": IDS, "labels": IDS}
@@ -17,21 +17,9 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def with_one_operator():
     """Changes of a model's config with which PyTorch's attention on a CPU is `FLASH`: with torch 2.6 only of heads that are not grouped."""
     q, k = torch.ones(1, 2, 2, 8), torch.ones(1, 1, 2, 8)
-    with Count(FLASH) as runs:
+    with Operators(FLASH) as runs:
         torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
     return {} if runs.count else {"num_key_value_heads": 4}
-
-
-class Count(TorchDispatchMode):
-    """Counts the runs of an operator."""
-
-    def __init__(self, operator):
-        super().__init__()
-        self.operator, self.count = operator, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is self.operator
-        return function(*args, **(kwargs or {}))
 
 
 def gradients(model, **inputs):

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import op_cases as cases
 from tests.models import Step, are_equal, random_tokens, tiny_model
+from tests.modes import Operators, is_product
 from tests.ops.common import leaf, randn, runtime_of
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -25,18 +25,6 @@ def test_autograd(ops, operation, dtype, check):
 
 
 # ---------------------------------------------------------------- what is frozen costs nothing
-class Multiplications(TorchDispatchMode):
-    """Counts the matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def launches(interpreted):
     """What a block of code launches: `with launches() as found` fills (a Counter of kernels, the number of matrix products)."""
@@ -47,7 +35,7 @@ def launches(interpreted):
     def counted():
         backend.launched.clear()
         found = []
-        with Multiplications() as products:
+        with Operators(is_product) as products:
             yield found
         found[:] = [Counter(names[name].replace("_any", "") for name in backend.launched), products.count]
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import FLASH, IDS, INPUTS, REENTRANT, Count, OnTheHost, assert_equal, forget_warnings, gradients, with_one_operator
+from tests.checkpoints import FLASH, IDS, INPUTS, REENTRANT, OnTheHost, assert_equal, forget_warnings, gradients, with_one_operator
 from tests.compile_checks import with_adapters
 from tests.models import tiny_model
+from tests.modes import Operators
 from tests.versions import set_checkpointing
 
 PADDED = torch.ones_like(IDS)
@@ -36,7 +37,7 @@ def test_gradients_are_those_of_full_checkpointing_and_attention_runs_once(qwen3
     expected = gradients(model_of(qwen3, False, reentrant, lora), **INPUTS)
     model = model_of(qwen3, True, reentrant, lora)
     forget_warnings(qwen3)
-    with Count(FLASH) as runs, warnings.catch_warnings():
+    with Operators(FLASH) as runs, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         found = gradients(model, **INPUTS)
     assert_equal(found, expected)
@@ -153,7 +154,7 @@ def test_a_checkpoint_of_a_copy_computes_attention_again_and_says_so_once(qwen3,
         model = model_of(qwen3, keep)
         for layer in model.model.layers:
             layer._gradient_checkpointing_func = kind
-        with warnings.catch_warnings(record=True) as said, Count(FLASH) as runs:
+        with warnings.catch_warnings(record=True) as said, Operators(FLASH) as runs:
             warnings.simplefilter("always")
             found.append(gradients(model, **INPUTS))
         texts = [str(warning.message) for warning in said if "keep_attention" in str(warning.message)]
@@ -265,7 +266,7 @@ def test_apply_and_reset(qwen3):
         counts = []
         for keep in (True, False):
             qwen3.apply(keep_attention=keep)
-            with Count(FLASH) as runs:
+            with Operators(FLASH) as runs:
                 gradients(model, **INPUTS)
             counts.append(runs.count)
         assert counts == [2, 4]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import op_cases as cases
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
 from tests.models import Step, are_equal, random_tokens, tiny_model
+from tests.modes import Operators
 from tests.ops.common import leaf, randn
 from tools import compiler, pack
 from tools.assemble import assemble
@@ -30,32 +30,24 @@ FP32 = torch.float32
 
 
 # ---------------------------------------------------------------- out of memory
-class Exhausted(TorchDispatchMode):
-    """One operation of torch finds no memory: the `number`th. done: how many there were."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.done = number, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.done += 1
-        if self.done == self.number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return function(*args, **(kwargs or {}))
-
-
 def at_every_operation(work, step=1):
     """Runs work() with no memory for its first operation, for its second, and so on; yields after each failure."""
+
+    def memory_ends(operator, args):
+        if operators.count + 1 == number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return True
+
     number = 1
     while True:
-        mode, failed = Exhausted(number), False
+        failed = False
         try:
-            with mode:
+            with Operators(memory_ends) as operators:
                 work()
         except torch.OutOfMemoryError:
             failed = True
         if not failed:
-            assert mode.done < number
+            assert operators.count < number
             return
         yield number
         number += step

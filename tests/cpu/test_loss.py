@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.modes import Operators
 from tests.op_cases import operations
 from tests.ops import linear_cross_entropy as checks
 from tests.ops.common import FLOATS, exact, leaf, randn
@@ -58,21 +58,6 @@ def test_a_sum_in_half_precision_has_four_chunks_at_most(loaded_ops, classes):
     assert wide == {(False, False), (False, True), (True, True)} or classes == GPT_OSS
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made, of those that are as wide as the logits."""
-
-    def __init__(self, classes):
-        super().__init__()
-        self.classes, self.bytes = classes, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and self.classes in tensor.shape:
-                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
-        return result
-
-
 @pytest.mark.parametrize("options", ({}, {"accum_dtype": FP32}, {"reduction": "none"}, {"label_smoothing": 0.1}), ids=str)
 @pytest.mark.parametrize("frozen", (False, True))
 def test_the_memory_of_a_step_does_not_grow_with_the_tokens(loaded_ops, monkeypatch, options, frozen):
@@ -82,9 +67,9 @@ def test_the_memory_of_a_step_does_not_grow_with_the_tokens(loaded_ops, monkeypa
     most = []
     for tokens in (100, 300, 900):
         hidden, target = leaf(randn(tokens, 8, dtype=BF16, device="cpu")), torch.arange(tokens) % classes
-        with Largest(classes) as largest:
+        with Operators(sizes=lambda tensor: tensor.nbytes if classes in tensor.shape else 0) as as_wide_as_logits:
             loaded_ops.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
-        most.append(largest.bytes)
+        most.append(as_wide_as_logits.largest)
     assert most[0] == most[1] == most[2] <= 2 * 40 * classes * 2
 
 
@@ -95,23 +80,24 @@ def test_the_logits_of_qwen3_8b_take_two_thirds_of_a_gibibyte_beside_the_gradien
     assert plan.first <= plan.tokens and gradients + logits <= 1.88 * GIB
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that are alive at once, of what PyTorch's operations make."""
+def bytes_alive() -> Operators:
+    """Sees the most bytes that are alive at once, of what PyTorch's operations make."""
+    alive, given = {}, set()
 
-    def __init__(self):
-        super().__init__()
-        self.alive, self.bytes = {}, 0
+    def arguments(operator, args):
+        given.clear()
+        given.update(t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor))
+        return 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
-        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
-        return result
+    def size(tensor):
+        storage = tensor.untyped_storage()
+        for key in [key for key, (found, _) in alive.items() if found.expired()]:
+            del alive[key]
+        if storage._cdata not in given:
+            alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return sum(size for _, size in alive.values())
+
+    return Operators(arguments, size)
 
 
 # (options, whether the head is trained) -> chunks of logits that are alive at once beside the gradients
@@ -135,11 +121,11 @@ def test_the_chunks_of_logits_that_are_alive_beside_the_gradients(interpreted, m
     hidden = leaf(randn(tokens, features, dtype=BF16, device="cpu"))
     weight = randn(classes, features, dtype=BF16, device="cpu", seed=1).requires_grad_(trained)
     options = {**options, "coefficients": torch.ones(tokens)} if "coefficients" in options else options
-    with Peak() as peak:
+    with bytes_alive() as peak:
         found = ops.linear_log_probs(hidden, weight, torch.arange(tokens), **options)
         (found.log_probs.sum() if found.weighted_sum is None else found.weighted_sum).backward()
     gradients = tokens * features * 2 * (1 if trained else 2) + trained * classes * features * 2  # a frozen one has another, scaled
-    assert 0.95 * chunks <= (peak.bytes - gradients) / chunk <= 1.15 * chunks, peak.bytes
+    assert 0.95 * chunks <= (peak.largest - gradients) / chunk <= 1.15 * chunks, peak.largest
 
 
 @pytest.mark.parametrize("needs", ((True, True, False), (False, False, False)), ids=str)
@@ -275,20 +261,17 @@ def test_class_weights_of_another_length_are_refused(loaded_ops):
 
 
 # ---------------------------------------------------------------- the number of items
-class Copies(TorchDispatchMode):
+def no_copy(operator, args):
     """Fails where a tensor is made of memory of the host, which on a GPU waits for the device."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name()
-        is_meta = bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta"
-        assert name not in ("aten::_to_copy", "aten::lift_fresh") or is_meta, name
-        return function(*args, **(kwargs or {}))
+    is_meta = bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta"
+    assert operator.name() not in ("aten::_to_copy", "aten::lift_fresh") or is_meta, operator.name()
+    return 0
 
 
 @pytest.mark.parametrize("items", (37, 2.5))
 def test_a_number_of_items_is_made_on_the_device(loaded_ops, items):
     """The meta device stands in for a GPU: what lies on it can come from there alone."""
-    with Copies():
+    with Operators(no_copy):
         assert loss_module(loaded_ops, "cross_entropy")._on_device(items, torch.device("meta")).device.type == "meta"
     assert loss_module(loaded_ops, "cross_entropy")._on_device(items, torch.device("cpu")) == items
 

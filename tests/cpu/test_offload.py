@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import FLASH, REENTRANT, Count, OnTheHost, assert_equal, gradients, with_one_operator
+from tests.checkpoints import FLASH, REENTRANT, OnTheHost, assert_equal, gradients, with_one_operator
 from tests.compile_checks import with_adapters
 from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
+from tests.modes import Operators
 
 LAYERS = 4
 use_count = torch._C._storage_Use_Count
@@ -91,7 +92,7 @@ def test_gradients_are_those_of_plain_checkpoints(qwen3, lane, reentrant, keep, 
     expected = gradients(model_of(qwen3, False, keep, reentrant, lora), input_ids=ids, labels=ids)
     assert not lane.copied
     model = model_of(qwen3, True, keep, reentrant, lora)
-    with warnings.catch_warnings(), Count(FLASH) as runs:
+    with warnings.catch_warnings(), Operators(FLASH) as runs:
         warnings.simplefilter("error", RuntimeWarning)
         for _ in range(2):
             assert_equal(gradients(model, input_ids=ids, labels=ids), expected)

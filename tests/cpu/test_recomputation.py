@@ -8,9 +8,9 @@ import kernels
 import pytest
 import torch
 from kernels import Mode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.modes import Operators
 from tests.versions import WRAPS_FORWARDS, forward_of, set_checkpointing
 
 IDS = random_tokens(2, 9)
@@ -22,17 +22,9 @@ FAMILIES = {
 }
 
 
-class Attentions(TorchDispatchMode):
-    """Counts runs of attention: of its softmax, one for each run of a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # A router's softmax is of two dimensions.
-        self.count += function is torch.ops.aten._softmax.default and args[0].dim() == 4
-        return function(*args, **(kwargs or {}))
+def is_attention(operator, args):
+    """Of the softmax of attention, one for each run of a layer. A router's is of two dimensions."""
+    return operator is torch.ops.aten._softmax.default and args[0].dim() == 4
 
 
 def put_on(package, model, how):
@@ -62,7 +54,7 @@ def runs(model):
     """(how often layers ran in the forward pass, how often in all, the gradients)."""
     model.zero_grad()
     model.enable_input_require_grads()
-    with Attentions() as attentions:
+    with Operators(is_attention) as attentions:
         loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
         forward = attentions.count
         loss.backward()

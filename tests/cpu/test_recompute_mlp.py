@@ -4,11 +4,11 @@ import importlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import IDS, INPUTS, REENTRANT, Count, assert_equal, forget_warnings, gradients
+from tests.checkpoints import IDS, INPUTS, REENTRANT, assert_equal, forget_warnings, gradients
 from tests.compile_checks import with_adapters
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.modes import Operators
 from tests.patched import lora as adapted
 from tests.qwen3_moe_steps import EXPERTS
 from tests.tolerances import assert_close
@@ -43,19 +43,9 @@ def test_the_mlp_is_made_again_with_the_same_bits_instead_of_kept(qwen3, lora):
     assert kept[0] - kept[1] == 3 * 2 * IDS.numel() * models[0].config.intermediate_size
 
 
-class Largest(TorchDispatchMode):
-    """The most rows of any matrix that counts. counts: a function of its rows and columns."""
-
-    def __init__(self, counts):
-        super().__init__()
-        self.counts, self.rows = counts, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for result in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(result, torch.Tensor) and result.dim() == 2 and self.counts(*result.shape):
-                self.rows = max(self.rows, result.shape[0])
-        return results
+def rows_of(counts):
+    """The rows of a matrix that counts. counts: a function of its rows and columns."""
+    return lambda tensor: tensor.shape[0] if tensor.dim() == 2 and counts(*tensor.shape) else 0
 
 
 @pytest.mark.parametrize("checkpoints", (None, False, True), ids=("", "checkpoints", "reentrant ones"))
@@ -68,9 +58,9 @@ def test_an_mlp_in_tiles_is_the_same_but_for_rounding_and_as_wide_as_a_tile(qwen
         if checkpoints is not None:
             set_checkpointing(model, use_reentrant=checkpoints)
         width = model.config.intermediate_size
-        with Largest(lambda rows, columns, width=width: columns in (width, 2 * width) and rows != 64) as largest:
+        with Operators(sizes=rows_of(lambda rows, columns, width=width: columns in (width, 2 * width) and rows != 64)) as operators:
             found.append(gradients(model, **INPUTS))
-        rows.append(largest.rows)
+        rows.append(operators.largest)
     assert rows == [IDS.numel(), 16]
     for mine, other in zip(*found, strict=True):
         assert_close(mine, other, torch.float32, "gradient of a model whose MLPs are in tiles")
@@ -90,9 +80,9 @@ def test_experts_in_tiles_are_the_same_but_for_rounding_and_have_the_rows_of_a_t
         model.enable_input_require_grads()
         if checkpoints is not None:
             set_checkpointing(model, use_reentrant=checkpoints)
-        with Largest(lambda rows, width: rows % 67 == 0 and width > 16) as largest:
+        with Operators(sizes=rows_of(lambda rows, width: rows % 67 == 0 and width > 16)) as operators:
             found.append(gradients(model, input_ids=ids, labels=ids))
-        most.append(largest.rows)
+        most.append(operators.largest)
         (row,) = [row for row in gpt_oss.explain(model).rows if "tiles" in row.part] or [None]
         assert row is None if recompute is False else (row.part, row.fused, row.count) == ("experts in tiles of 16 tokens", True, 2)
     assert most == [201, 67]
@@ -135,7 +125,7 @@ def test_a_checkpointed_layer_makes_its_mlp_again_once(qwen3, reentrant):
     for recompute in (False, True):
         model = trained(qwen3, recompute)
         set_checkpointing(model, use_reentrant=reentrant)
-        with Count(torch.ops.aten.mm.default) as products:
+        with Operators(torch.ops.aten.mm.default) as products:
             gradients(model, **INPUTS)
         runs.append(products.count)
     assert runs[0] == runs[1]

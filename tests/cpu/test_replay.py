@@ -5,7 +5,6 @@ from math import copysign
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import registry
 from benchmark.operation import Limit, Random, timed_call
@@ -13,6 +12,7 @@ from benchmark.suites import LIGER
 from interpreter.backend import InterpreterBackend
 from tests.compile_checks import calls_of, custom_operators
 from tests.cpu.conftest import assemble_cpu, load
+from tests.modes import Operators
 from tests.mutants import CHECKS, OPERATIONS
 from tests.ops.common import runtime_of
 from tests.replaying import CALLS, Counted, odd, rows, sums_of_two
@@ -138,16 +138,11 @@ def test_arguments_in_one_piece_of_memory_are_told_apart(replay, column_sum):
         check(x, y)
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_mode_and_a_transform_see_the_operations(replay):
     operator = Counted(replay, lambda x: torch.empty_like(x))
     for _ in range(CALLS):
         operator(rows())
-    with Watching():
+    with Operators():
         operator(rows())
     torch.func.vmap(lambda x: operator(x) * 0)(rows())
     with torch.autograd.forward_ad.dual_level():
@@ -302,7 +297,7 @@ def test_the_report_says_why_a_call_is_not_replayed(replay):
         text = str(replay.operators[-1])
         assert reason in text and "  torch.float32, cpu, [3, 8], (8, 1)" in text, text
         assert text in replay.report()
-    with Watching():
+    with Operators():
         operator(rows())
     operator(torch._neg_view(rows()))
     report = str(replay.operators[-1])

@@ -2,27 +2,20 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile_checks import with_adapters
 from tests.models import tiny_model, tiny_qwen3_moe
+from tests.modes import Operators
 from tests.tolerances import assert_close
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
          "head_dim": 128}
 
 
-class Attentions(TorchDispatchMode):
-    """Counts the runs of PyTorch's kernels for attention, backward ones left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        self.count += "_attention" in name and "scaled_dot_product" in name and "backward" not in name
-        return function(*args, **(kwargs or {}))
+def is_attention(operator, args):
+    """Of PyTorch's kernels for attention, backward ones left out."""
+    name = str(operator)
+    return "_attention" in name and "scaled_dot_product" in name and "backward" not in name
 
 
 @pytest.mark.parametrize("padded", (False, True), ids=("SDPA", "ours"))
@@ -40,7 +33,7 @@ def test_attention_is_kept(ops, reentrant, padded):
         model = ops.kernelize(tiny_model(torch.bfloat16, num_hidden_layers=2, **SIZES).to("cuda"), keep_attention=keep, unpad=False)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
-        with Attentions() as attentions:
+        with Operators(is_attention) as attentions:
             loss = model(input_ids=ids, labels=labels, attention_mask=mask, use_cache=False).loss
             loss.backward()
         counts.append(attentions.count)

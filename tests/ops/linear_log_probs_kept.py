@@ -3,8 +3,8 @@
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.modes import Operators, is_product
 from tests.ops.common import CPU, FP32, assert_rows_close, errors_in, randn
 from tests.ops.generated import generated
 from tests.ops.linear_jsd import chunks_of
@@ -21,22 +21,9 @@ COLUMNS = (
 )
 
 
-class Products(TorchDispatchMode):
-    """Counts the products with the vocabulary, which may come in parts, by their multiplications."""
-
-    def __init__(self, tokens, features, classes):
-        super().__init__()
-        self.whole, self.multiplications = tokens * features * classes, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            x, y = args[-2:]
-            self.multiplications += x.shape[0] * x.shape[1] * y.shape[1]
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def count(self):
-        return self.multiplications / self.whole
+def multiplications(operator, args):
+    """The multiplications of a product."""
+    return args[-2].shape.numel() * args[-1].shape[1] if is_product(operator, args) else 0
 
 
 # (options, whether the head is trained, what gets a gradient) -> products with the vocabulary
@@ -80,11 +67,11 @@ def count_products(ops, device, options, trained, differentiated) -> float:
     weight.requires_grad_(trained)
     options = {**options, "coefficients": torch.ones(6, device=device)} if "coefficients" in options else dict(options)
     options.pop("tokens", None)
-    with Products(tokens, 32, 301) as products:
+    with Operators(multiplications) as products:
         found = ops.linear_log_probs(hidden, weight, torch.arange(tokens, device=device), **options)
         if differentiated:
             sum(getattr(found, name).sum() for name in differentiated).backward()
-    return products.count
+    return products.count / (tokens * 32 * 301)  # of products with the vocabulary, which may come in parts
 
 
 def check_products(ops, device):

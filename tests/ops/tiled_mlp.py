@@ -3,8 +3,8 @@
 from functools import partial
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.modes import Operators, is_product
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.gated_activation import gated_exact
 from tests.ops.generated import generated
@@ -60,29 +60,21 @@ def check_lengths(ops):
         (3, 8, False, [1] * 3),
     ):
         x, *weights = inputs(torch.float32, "cpu", (tokens,), 16, 24)
-        with Products() as products:
+        written, made = [], []
+
+        def product(operator, args, written=written, made=made):
+            if is_product(operator, args):
+                anew = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+                (made if anew else written).append((args[-2].shape[0], args[-1].shape[1]))
+            return 0
+
+        with Operators(product):
             y = ops.tiled_swiglu(x, *[weight.requires_grad_(trains) for weight in weights], shards=shards)
-            rows = [shape[0] for shape in products.written[::3]]
+            rows = [shape[0] for shape in written[::3]]
             assert rows == expected, f"{tokens} tokens, {shards} shards, weights {'trained' if trains else 'frozen'}: {rows}"
             y.backward(y.detach())
-        wide = [shape for shape in products.made if shape[1] == 24]
+        wide = [shape for shape in made if shape[1] == 24]
         assert wide == [(16, 24)] * trains, f"{wide}: a shard's buffers serve all, and only down's gradient is made"
-
-
-class Products(TorchDispatchMode):
-    """Sees matrix products. written: the shapes of those into memory that was there; made: of the others."""
-
-    def __init__(self):
-        super().__init__()
-        self.written, self.made = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.made.append(tuple(result.shape))
-        elif function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.written.append(tuple(result.shape))
-        return result
 
 
 CASES = (
