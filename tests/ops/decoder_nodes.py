@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from tests.ops.common import BF16, CPU, FP32, alone, errors_in, exact, leaf, randn
+from tests.ops.generated import generated
 from tests.ops.rms_norm import norm, rms_norm_exact
 from tests.ops.rotary import rotary_exact
 from tests.ops.signature import TOKENS, Signature
@@ -41,9 +42,9 @@ def plain_inputs(ops):
     """`norm_attention_inputs` as a function of weights alone, with Qwen3's description."""
     nodes, spec, projection = (part_of(ops, name) for name in ("nodes", "spec", "projection"))
 
-    def call(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape):
+    def call(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, rows=None):
         projections = [projection.Projection(weight) for weight in weights]
-        description = spec.Inputs(q_norm.shape[-1] if q_norm.dim() else 1)
+        description = spec.Inputs(q_norm.shape[-1] if q_norm.dim() else 1, rows=rows)
         with named():
             return nodes.norm_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, description)
 
@@ -71,28 +72,30 @@ def gradient_like(result, seed, as_attention):
     return randn(*result.transpose(1, 2).shape, dtype=result.dtype, device=CPU, seed=seed).transpose(1, 2)
 
 
-def check_norm_attention_inputs(ops, packed=False, as_attention=False):
+def check_norm_attention_inputs(ops, packed=False, as_attention=False, rows=None, normed=True):
+    """packed: the weights lie side by side. rows: of q, k and v, where one projection makes them. normed: whether a norm comes first."""
     shape = (1, 6) if as_attention else (2, 3)
-    rows = shape if as_attention else (6,)
-    x, norm = leaf(randn(*rows, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    lead = shape if as_attention else (6,)
+    x, norm = leaf(randn(*lead, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1) if normed else None
     weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
     if packed:
         lay_side_by_side(ops, weights)
+    weights = weights if rows is None else [leaf(torch.cat(weights).detach())]
     norms = [leaf(randn(128, dtype=BF16, device=CPU, seed=5 + i) + 1) for i in range(2)]
     angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
-    results = plain_inputs(ops)(x, norm, weights, *norms, cos, sin, shape)
+    results = plain_inputs(ops)(x, norm, weights, *norms, cos, sin, shape, rows)
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
-    x64, norm64, weights64, norms64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(n) for n in norms]
-    normed = rms_norm_exact(x64, norm64, 1e-6)
-    q64, k64, v64 = ((normed @ w.t()).view(*shape, -1, 128) for w in weights64)
+    x64, norm64, weights64, norms64 = exact(x), exact(norm) if normed else None, [exact(w) for w in weights], [exact(n) for n in norms]
+    y64 = rms_norm_exact(x64, norm64, 1e-6) if normed else x64
+    q64, k64, v64 = ((y64 @ w.t()).view(*shape, -1, 128) for w in (weights64 if rows is None else weights64[0].split(rows)))
     heads = [rms_norm_exact(t, w, 1e-6).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
     results64 = [*rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
     torch.autograd.backward(results64, [g.double() for g in grads])
     for found, wanted in zip(results, results64, strict=True):
         assert_close(found, wanted, BF16, "attention's inputs", 2)
-    leaves, leaves64 = (x, norm, *weights, *norms), (x64, norm64, *weights64, *norms64)
+    leaves, leaves64 = (x, *[norm] * normed, *weights, *norms), (x64, *[norm64] * normed, *weights64, *norms64)
     for found, wanted in zip(leaves, leaves64, strict=True):
         assert_close(found.grad, wanted.grad, BF16, "gradient of attention's inputs", 2)
 
@@ -126,6 +129,8 @@ CHECKS = {
     "attention_inputs_packed": functools.partial(check_norm_attention_inputs, packed=True),
     "attention_inputs_replayed": functools.partial(check_norm_attention_inputs, as_attention=True),
     "attention_inputs_packed_replayed": functools.partial(check_norm_attention_inputs, packed=True, as_attention=True),
+    "attention_inputs_of_one": functools.partial(check_norm_attention_inputs, rows=(1024, 512, 512)),
+    "attention_inputs_without_norm": functools.partial(check_norm_attention_inputs, normed=False),
     "norm_mlp": check_norm_mlp,
     "norm_mlp_attended": functools.partial(check_norm_mlp, attended=True),
     "norm_mlp_again": functools.partial(check_norm_mlp, attended=True, recompute=True),
@@ -134,6 +139,9 @@ CHECKS = {
     "norm_mlp_alone": alone("norm_mlp"),
 }
 MUTANTS = [
+    *generated("shared/decoder/steps.py", "norm_mlp_heads or norm_mlp_attended", "flat_heads"),
+    *generated("shared/decoder/steps.py", "attention_inputs or attention_inputs_of_one", "inputs_backward"),
+    *generated("shared/decoder/projections.py", "attention_inputs or attention_inputs_without_norm", "normed_input_backward"),
     *errors_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
     *errors_in("shared/decoder/node.py", "attention_inputs_packed", "_function",
          ("form.whole_of(kept) if", "-form.whole_of(kept) if")),

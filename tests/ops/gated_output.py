@@ -5,6 +5,7 @@ import functools
 import torch
 
 from tests.ops.common import CPU, FLOATS, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
+from tests.ops.generated import generated
 from tests.ops.residual_norm import module
 from tests.ops.signature import WIDTH, Signature
 
@@ -61,10 +62,11 @@ CHECKS = {
 }
 FILE, OPERATION = "kernel_src/gated_output.py", "shared/ops/gated_output.py"
 MUTANTS = [
-    *errors_in(FILE, "rows", "gated_output_forward", ("sigmoid(read_once(gate, index))", "read_once(gate, index)"),
-               ("ct.bid(0), out", "0, out")),
-    *errors_in(FILE, "into", "gated_output_backward", ("d * s)", "d)"), ("(1.0 - s)", "s"), ("ct.num_blocks(0) - 1 - ct.bid(0)", "0")),
-    *errors_in(OPERATION, "rows", "GatedOutputFunction.forward", ("save_for_backward(out, gate)", "save_for_backward(gate, out)")),
+    *generated(FILE, "rows", "gated_output_forward"),
+    *generated(FILE, "into", "gated_output_backward"),
+    *generated(OPERATION, "rows", "GatedOutputFunction.forward"),
+    *generated(OPERATION, "rows", "gated_output_reference gated_output_backward_reference", kernels=False),
+    *errors_in(FILE, "rows", "gated_output_forward", ("ct.bid(0), out", "0, out")),
     *errors_in(OPERATION, "rows", "GatedOutputFunction.backward", ("return gated", "return (dy, dy) or gated")),
     *errors_in(OPERATION, "into", "gated_output_backward_into", ("dgate.copy_(found[1])", "dgate.copy_(found[0])"), kernels=False),
 ]  # fmt: skip

@@ -86,7 +86,6 @@ MUTANTS = [
     *errors_in("shared/decoder/projections.py", "projections_replayed", "normed_input_backward",
          ("x, norm, rstd, need_norm)", "x, norm, 2 * rstd, need_norm)"),
          ("spec, x, norm, rstd, projections", "spec, x, norm, 2 * rstd, projections"),
-         ("if need_x or need_norm:", "if need_x:", "projections_alone"),
          ("dx if need_x else None", "dx if need_norm else None", "projections_frozen_replayed")),
     *errors_in(PATH, "projections_offset_replayed", "_forward",
          ("norm_forward(layout.spec, x", "norm_forward(layout.spec._replace(offset=0.0), x"),

@@ -13,6 +13,7 @@ from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
 from tests.ops.decoder_nodes import part_of
 from tests.ops.expert_adapters import BOTH, adapted_leaves, arguments_of
 from tests.ops.experts import experts_inputs
+from tests.ops.generated import generated
 from tests.ops.projected_nodes import outputs, projections_of
 from tests.ops.sparse_nodes import leaves_of
 
@@ -128,15 +129,19 @@ CHECKS = {
 }
 _PRODUCTS = "shared/ops/products.py"
 _NODES, _SPARSE, _SECOND = "shared/decoder/nodes.py", "shared/decoder/sparse.py", "shared/ops/second_run.py"
+SAME = {
+    "return total.copy_(torch.addmm(total, x, y, **factors))": "a copy more, of the same numbers",
+    "factors = _factors(spec, tensors, given.layout.dtype)": "makes factors that nothing reads",
+}
 MUTANTS = [
     *errors_in(_SECOND, "MLP, reentrant", "_Finished.backward", ("return dout, None", "return 2 * dout, None")),
     *errors_in(_SECOND, "mlp alone, not reentrant", "_Finished.forward", ("return finish()", "return 2 * finish()")),
-    *errors_in(_SECOND, "MLP, selective", "are_watched", ("return any(", "return not any("), kernels=False),
-    *errors_in(_PRODUCTS, "MLP, selective", "write_product",
-         ("if onto is None:\n        return out.copy_(torch.mm(x, y)) if are_watched() else", "if onto is None:\n        return",
-          "mlp in shards, selective"),
-         ("if are_watched():", "if False:"), kernels=False),
-    *errors_in(_PRODUCTS, "MLP, selective", "accumulate_product", ("if are_watched() else", "if False else"), kernels=False),
+    *generated(_SECOND, "MLP, selective", "are_watched", kernels=False),
+    *generated(_PRODUCTS, "mlp in shards, selective", "write_product", kernels=False),
+    *generated(_PRODUCTS, "MLP, selective", "accumulate_product", kernels=False, same=SAME),
+    *generated(_SPARSE, "adapted experts in tiles, not reentrant", "_finish", same=SAME),
+    *generated("shared/ops/experts.py", "experts alone, not reentrant", "_Experts.forward"),
+    *errors_in(_PRODUCTS, "MLP, selective", "write_product", ("if are_watched():", "if False:"), kernels=False),
     *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
          ("stream_of(given, saved)", "2 * stream_of(given, saved)"),
          ("saved), started[0]", "saved), 2 * started[0]", "MLP in fp32, not reentrant"),
