@@ -118,12 +118,12 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"all ignored {dtype}", partial(check_all_ignored, ops, device, dtype)
 
 
-OPERATION = "shared/ops/linear_jsd.py"
+OPERATION, SUM = "shared/ops/linear_jsd.py", "shared/ops/token_sums.py"
 F32 = torch.float32
 MUTANTS = (
-    (OPERATION, "_LinearPair.forward", "save_for_backward(hidden, weight, bias,", "save_for_backward(-hidden, weight, bias,", "loss"),
-    (OPERATION, "_LinearPair.backward", "gradients.times(dloss)", "gradients.times()", "loss"),
-    (OPERATION, "_LinearPair.backward", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", "loss"),
+    (SUM, "sum_over_tokens", "save_for_backward(*tensors)", "save_for_backward(-tensors[0], *tensors[1:])", "loss"),
+    (SUM, "sum_over_tokens", "gradients.times(dsum)", "gradients.times()", "loss"),
+    (SUM, "sum_over_tokens", "ctx.gradients = None", "pass", "loss"),
     (OPERATION, "_run", "teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]", "chunks"),
     (OPERATION, "_run", "labels[rows]", "labels[: logits.shape[0]]", "chunks"),
     (OPERATION, "_KernelPiece.rows", "log_sum_exp(y, temperature)", "log_sum_exp(y)", "loss"),

@@ -273,9 +273,8 @@ MUTANTS = [
     *errors_in(CHUNKS, "chunks", "run", ("target[rows]", "target[: logits.shape[0]]"),
                ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
-    *errors_in(OPERATION, "weighted_sum", "_WeightedSum.forward", ("bias, target, coefficients)\n", "bias, target, -coefficients)\n")),
-    *errors_in(OPERATION, "weighted_sum", "_WeightedSum.backward", ("gradients.times(dsum)", "gradients.times()"),
-               ("gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients")),
+    *errors_in("shared/ops/token_sums.py", "weighted_sum", "sum_over_tokens", ("(*tensors)", "(*tensors[:-1], -tensors[-1])"),
+               ("gradients.times(dsum)", "gradients.times()"), ("ctx.gradients = None", "pass")),
     *errors_in(OPERATION, "skipped", "linear_log_probs", ("coefficients[kept]", "coefficients[: len(kept)]"),
                ("index_copy(0, kept, row)", "index_copy(0, kept - kept[0], row)")),
 ]  # fmt: skip

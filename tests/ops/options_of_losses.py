@@ -143,12 +143,12 @@ CHECKS = {
     "eps": check_eps,
     **{f"ignored by {name}": check_ignored(name) for name in LOSSES},
 }
-_DIVERGENCE, _LOSS, _JSD = (f"shared/ops/{name}.py" for name in ("divergence", "linear_cross_entropy", "linear_jsd"))
+_DIVERGENCE, _LOSS, _JSD, _SUM = (f"shared/ops/{name}.py" for name in ("divergence", "linear_cross_entropy", "linear_jsd", "token_sums"))
 MUTANTS = (
     (_JSD, "_run", "needs, accum_dtype, logits_of_token", "needs, None, logits_of_token", "sums of jsd"),
-    (_JSD, "_LinearPair.backward", "ctx.needs_input_grad[:3], accum_dtype)", "ctx.needs_input_grad[:3], None)", "sums of jsd"),
-    (_JSD, "_LinearPair.forward", "ctx.loss = loss, accum_dtype", "ctx.loss = loss, None", "sums of jsd"),
-    (_JSD, "reduced_loss", "labels, scale, loss, accum_dtype)", "labels, scale, loss, None)", "sums of jsd"),
+    (_JSD, "_pair", "loss, needs, accum_dtype)", "loss, needs, None)", "sums of jsd"),
+    (_SUM, "sum_over_tokens", "run(*tensors, ctx.options,", "run(*tensors, (ctx.options[0], None),", "sums of jsd"),
+    (_JSD, "reduced_loss", "(loss, accum_dtype))", "(loss, None))", "sums of jsd"),
     (_LOSS, "_run", "needs, options.accum_dtype", "needs, None", "sums of the loss"),
     (_LOSS, "linear_cross_entropy", "accum_dtype=accum_dtype", "accum_dtype=None", "sums of the loss"),
     (_LOSS, "_PerToken.backward", "ctx.options._replace(return_z_loss=False", "ctx.options._replace(accum_dtype=None, return_z_loss=False",

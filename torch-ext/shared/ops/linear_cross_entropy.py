@@ -7,7 +7,7 @@ Without gradients no logits are stored at all (loss_without_logits.py).
 """
 
 from functools import partial
-from typing import List, Optional, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -33,6 +33,7 @@ from .cross_entropy import (
 from .linear_head import LARGE_CHUNK, HeadGradients, scaled, walk
 from .loss_without_logits import LossWithoutLogits
 from .operators import traceable
+from .token_sums import sum_over_tokens
 from .traced_sizes import holds_for_all_sizes
 
 __all__ = ["linear_cross_entropy"]
@@ -63,49 +64,13 @@ def _run(
     return found, walk(hidden, weight, bias, loss_of, found, scale, needs, options.accum_dtype, gradient_kept=kept)
 
 
-class _Reduced(torch.autograd.Function):
-    """sum(loss * scale) over the tokens, and the other rows; scale: fp32 [1] on the device, known before the loss is."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
-        ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
-        ctx.options = options
-        rows, ctx.gradients = _run(hidden, weight, bias, target, class_weight, scale, options, ctx.needs_input_grad[:3])
-        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
-        return (rows.loss.sum() * scale.view(()), *rows[1:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss, *_):
-        hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
-        gradients = ctx.gradients
-        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
-        ctx.gradients = None
-        if gradients is None:
-            gradients = _run(hidden, weight, bias, target, class_weight, scale, ctx.options, ctx.needs_input_grad[:3])[1]
-        return (*gradients.times(dloss), None, None, None, None)
+def _reduced(hidden, weight, bias, target, class_weight, scale, options: CrossEntropyOptions, needs):
+    """sum(loss * scale) over the tokens, the other rows and the gradients; scale: fp32 [1] on the device, known before the loss is."""
+    rows, gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)
+    return rows.loss.sum() * scale.view(()), [row for row in rows[1:] if row is not None], gradients
 
 
-class _PerToken(torch.autograd.Function):
-    """The rows. What the gradient of their losses is multiplied by is known only in the backward pass, which does the work."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, class_weight, options):
-        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
-        ctx.options = options
-        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
-        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
-        return tuple(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dlosses, *_):
-        hidden, weight, bias, target, class_weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()
-        options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
-        gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
-        return (*gradients.times(), None, None, None)
+_Reduced = sum_over_tokens("_Reduced", _reduced)
 
 
 # ---------------------------------------------------------------- for tracers
@@ -210,15 +175,27 @@ class _TracedReduced(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-class _TracedPerToken(torch.autograd.Function):
-    """`_PerToken` in a graph."""
+# ---------------------------------------------------------------- for both
+def _called(hidden, weight, bias, target, class_weight, scale, options: CrossEntropyOptions, needs) -> Tuple[TokenLosses, Sequence]:
+    """The rows of `_run`, and the gradients with all that they are multiplied by."""
+    tensors = hidden, weight, bias, target, class_weight, scale
+    if not torch.compiler.is_compiling():
+        rows, gradients = _run(*tensors, options, needs)
+        return rows, gradients.times()
+    found = _traced_run(*tensors, list(needs), *_operator_options(options))
+    pairs = zip(needs, zip(found[3:6], found[6:]))
+    return _traced_rows(found, options), [scaled(*pair, None) if need else None for need, pair in pairs]
+
+
+class _PerToken(torch.autograd.Function):
+    """The rows. What the gradient of their losses is multiplied by is known only in the backward pass, which does the work. needs: as of
+    `_run`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, options, needs):
-        found = _traced_run(hidden, weight, bias, target, class_weight, None, [False] * 3, *_operator_options(options))
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.options, ctx.needs = options, needs
-        rows = _traced_rows(found, options)
+        rows, _ = _called(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)
         others = [row for row in rows[1:] if row is not None]
         ctx.mark_non_differentiable(*others)
         return (rows.loss, *others)
@@ -229,22 +206,15 @@ class _TracedPerToken(torch.autograd.Function):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()
         options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
-        found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(ctx.needs), *_operator_options(options))
-        gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[3:6], found[6:]))]
+        _, gradients = _called(hidden, weight, bias, target, class_weight, scale, options, ctx.needs)
         return (*gradients, None, None, None, None)
 
 
-def _traced(hidden, weight, bias, target, class_weight, scale, options: CrossEntropyOptions) -> Tuple[torch.Tensor, TokenLosses]:
-    """(the loss, reduced where there is a scale, the rows), in a graph."""
-    tensors = hidden, weight, bias, target, class_weight
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
-    if not any(needs):
-        rows = _traced_rows(_traced_run(*tensors, None, [False] * 3, *_operator_options(options)), options)
-        return reduced(rows.loss, scale), rows
-    found = _TracedPerToken.apply(*tensors, options, needs) if scale is None else _TracedReduced.apply(*tensors, scale, options, needs)
-    others = list(found[1:])
+def _rows_of(found: Sequence[torch.Tensor], options: CrossEntropyOptions) -> TokenLosses:
+    """The loss, and the other rows that were asked for."""
+    loss, *others = found
     z_loss = others.pop(0) if options.return_z_loss else None
-    return found[0], TokenLosses(found[0], z_loss, others.pop(0) if options.predicts else None)
+    return TokenLosses(loss, z_loss, others.pop(0) if options.predicts else None)
 
 
 def linear_cross_entropy(
@@ -313,19 +283,20 @@ def linear_cross_entropy(
     if class_weight is not None:
         class_weight = class_weight.to(accumulation_dtype(hidden.dtype)).contiguous()
     scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, accumulation_dtype(hidden.dtype))
-    if torch.compiler.is_compiling():
-        loss, rows = _traced(hidden, weight, bias, target, class_weight, scale, options)
-        return output_of(loss, rows, scale, target, options)
+    tensors = hidden, weight, bias, target, class_weight
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     if needs_formula(hidden, weight, target, bias, class_weight):  # there are no chunks of tensors that are not ordinary
         logits = torch.nn.functional.linear(hidden, weight, bias)
         rows = TorchChunk(logits, target, class_weight, options).rows()
-    elif not torch.is_grad_enabled():
-        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+    elif not any(needs):
+        rows, _ = _called(*tensors, None, options, needs)
     elif scale is None:
-        rows = TokenLosses(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
+        rows = _rows_of(_PerToken.apply(*tensors, options, needs), options)
     else:
-        loss, *others = _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
-        return output_of(loss, TokenLosses(loss, *others), scale, target, options)
+        graph = torch.compiler.is_compiling()
+        found = _TracedReduced.apply(*tensors, scale, options, needs) if graph else _Reduced.apply(*tensors, scale, options)
+        rows = _rows_of(found, options)
+        return output_of(rows.loss, rows, scale, target, options)
     return output_of(reduced(rows.loss, scale), rows, scale, target, options)
 
 

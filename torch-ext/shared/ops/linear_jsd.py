@@ -14,7 +14,7 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import checked_index, describe, fail
 from .arrays import accumulation_dtype
-from .autograd import needs_formula, once_differentiable
+from .autograd import needs_formula
 from .divergence import KINDS, check_numbers, jsd
 from .divergence import logits_loss as _loss_kernels
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
@@ -23,6 +23,7 @@ from .rows import blocks_of_pieces
 from .softmax import log_sum_exp, row_sum, slabs
 from .softmax import pieces as pieces_of
 from .sums import inverse_count, nothing
+from .token_sums import sum_over_tokens
 
 __all__ = ["LossOfLogits", "check_heads", "linear_jsd", "reduced_loss"]
 
@@ -110,25 +111,14 @@ def _run(student, teacher, labels, scale, loss: LossOfLogits, needs, accum_dtype
     return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype, logits_of_token=2)
 
 
-class _LinearPair(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale, loss, accum_dtype):
-        ctx.save_for_backward(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale)
-        ctx.loss = loss, accum_dtype
-        student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
-        losses, ctx.gradients = _run(student, teacher, labels, scale, loss, ctx.needs_input_grad[:3], accum_dtype)
-        return losses.sum() * scale.view(())
+def _pair(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale, options, needs):
+    """(sum(loss * scale) over the tokens, nothing more, the gradients). options: the loss, and accum_dtype."""
+    student, teacher, (loss, accum_dtype) = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), options
+    losses, gradients = _run(student, teacher, labels, scale, loss, needs, accum_dtype)
+    return losses.sum() * scale.view(()), (), gradients
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            *tensors, labels, scale = ctx.saved_tensors
-            loss, accum_dtype = ctx.loss
-            gradients = _run(tensors[:3], tensors[3:], labels, scale, loss, ctx.needs_input_grad[:3], accum_dtype)[1]
-        return (*gradients.times(dloss), *[None] * 7)
+
+_LinearPair = sum_over_tokens("_LinearPair", _pair)
 
 
 def linear_jsd(
@@ -181,7 +171,7 @@ def reduced_loss(student, teacher, labels, loss: LossOfLogits, ignore_index: int
     labels = None if labels is None else labels.reshape(-1).contiguous()
     scale = _scale(student[0], labels, ignore_index, reduction)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student):
-        return _LinearPair.apply(*student, *teacher, labels, scale, loss, accum_dtype)
+        return _LinearPair.apply(*student, *teacher, labels, scale, (loss, accum_dtype))[0]
     return _run(student, teacher, labels, None, loss, (False,) * 3, accum_dtype)[0].sum() * scale.view(())
 
 

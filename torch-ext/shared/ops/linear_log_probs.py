@@ -32,6 +32,7 @@ from .linear_head import scaled
 from .log_prob_chunks import Kept, LogProbOptions, called, run
 from .log_prob_columns import Columns, is_worth_it
 from .log_probs import OUTPUTS, LikelihoodPiece, TokenLogProbs, Upstream, checked_scores, of_logits, piece_of
+from .token_sums import sum_over_tokens
 
 __all__ = ["linear_log_probs"]
 
@@ -154,32 +155,13 @@ def _combined(terms) -> torch.Tensor:
     return total.to(terms[0][1].dtype)
 
 
-class _WeightedSum(torch.autograd.Function):
-    """(sum(coefficients * log_probs), the results): the forward pass makes the gradients, whatever is trained."""
+def _weighted_sum(hidden, weight, bias, target, coefficients, options: LogProbOptions, needs):
+    """(sum(coefficients * log_probs), the results, the gradients), whatever is trained."""
+    found = run(hidden, weight, bias, target, Upstream(coefficients), options, needs)
+    return (found.rows.log_probs * coefficients).sum(), [row for row in found.rows if row is not None], found.gradients
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, coefficients, options: LogProbOptions):
-        ctx.save_for_backward(hidden, weight, bias, target, coefficients)
-        ctx.options = options
-        found = run(hidden, weight, bias, target, Upstream(coefficients), options, ctx.needs_input_grad[:3])
-        ctx.gradients = found.gradients
-        results = [row for row in found.rows if row is not None]
-        ctx.mark_non_differentiable(*results)
-        return ((found.rows.log_probs * coefficients).sum(), *results)
 
-    @staticmethod
-    @once_differentiable
-    @outside_autocast
-    def backward(ctx, dsum, *_):
-        hidden, weight, bias, target, coefficients = ctx.saved_tensors
-        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            gradients = run(hidden, weight, bias, target, Upstream(coefficients), ctx.options, ctx.needs_input_grad[:3]).gradients
-        gradients = list(gradients.times(dsum))
-        if gradients[2] is not None:
-            gradients[2] = gradients[2].to(bias.dtype)
-        return (*gradients, None, None, None)
+_WeightedSum = sum_over_tokens("_WeightedSum", _weighted_sum)
 
 
 def linear_log_probs(
