@@ -338,7 +338,7 @@ MUTANTS = (
     (_KERNELS, "logit_gradient", "write_within(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))", "pass", "labels"),
     (_OPERATION, "_Divergence.backward", "gradient, ctx.gradient = ctx.gradient, None", "gradient = ctx.gradient", "scaled"),
     (_OPERATION, "_Divergence.backward", "multiply(gradient, dloss)", "pass", "scaled"),
-    (_OPERATION, "_backward", "factor = factor * count", "factor = count", "scaled_labels"),
+    (_OPERATION, "_backward", "factor = factor * inverse_of_count", "factor = inverse_of_count", "scaled_labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
     (_OPERATION, "_DivergenceOfLogits.backward", "(dloss, ", "(dloss * 0 + 1, ", "scaled_logits"),

@@ -126,12 +126,12 @@ MUTANTS = (
     (SUM, "sum_over_tokens", "ctx.gradients = None", "pass", "loss"),
     (OPERATION, "_run", "teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]", "chunks"),
     (OPERATION, "_run", "labels[rows]", "labels[: logits.shape[0]]", "chunks"),
-    (OPERATION, "_KernelPiece.rows", "log_sum_exp(y, temperature)", "log_sum_exp(y)", "loss"),
+    ("shared/ops/divergence.py", "sums_of_logits", "log_sum_exp(z, numbers[1])", "log_sum_exp(z)", "loss"),
     (OPERATION, "_KernelPiece.rows", "row_sum(part_loss)", "part_loss[:, 0]", "wide"),
     (OPERATION, "_KernelPiece.rows", "self.slope = row_sum(part_slope)", "self.slope = part_slope[:, 0].contiguous()", "wide"),
     (OPERATION, "_KernelPiece.gradient", "slope, factor,", "slope, factor * 2,", "loss"),
     (OPERATION, "_Piece.factor", "return scale * power, power", "return scale, power", "fp16"),
-    (OPERATION, "_scale", "inverse_count(labels, ignore_index) if kernels", "inverse_count(labels, -100) if kernels", "labels"),
+    (OPERATION, "_scale", "inverse_of_count(labels, ignore_index", "inverse_of_count(labels, -100", "labels"),
     (OPERATION, "_TorchPiece.gradient", "self.labels, self.options, factor", "None, self.options, factor", "PyTorch", False),
 )
 CHECKS = of_suite({

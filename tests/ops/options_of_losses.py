@@ -163,6 +163,6 @@ MUTANTS = (
     (_DIVERGENCE, "tvd", "labels, ignore_index", "labels, -100", "ignored by tvd", False),
     (_DIVERGENCE, "jsd", "labels, ignore_index", "labels, -100", "ignored by jsd"),
     (_DIVERGENCE, "kl_div", "labels, ignore_index", "labels, -100", "ignored by kl_div"),
-    (_DIVERGENCE, "_logits_backward", "temperature, ignore_index, int", "temperature, -100, int", "ignored by jsd of logits"),
+    ("shared/ops/divergence_terms.py", "DivergenceOptions.numbers", "self.ignore_index", "-100", "ignored by jsd of logits"),
     (_JSD, "linear_jsd", "float(beta), ignore_index", "float(beta), -100", "ignored by linear_jsd"),
 )

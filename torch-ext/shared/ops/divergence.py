@@ -5,7 +5,7 @@ what arrives from above. A second backward pass finds it gone and computes it an
 not yet multiplied by the loss scale would be rounded to 0. Of logits nothing is kept but one number or two a row.
 """
 
-from typing import Optional, Tuple
+from typing import Iterator, Optional, Tuple
 
 import torch
 
@@ -20,7 +20,9 @@ from .rows import blocks_of_pieces
 from .softmax import as_rows, log_sum_exp, pieces, row_sum, slabs
 from .sums import inverse_count, nothing, total
 
-__all__ = ["KINDS", "check_numbers", "check_reduction", "divergence_forward", "jsd", "kl_div", "logits_loss", "tvd"]
+__all__ = [
+    "KINDS", "check_numbers", "check_reduction", "divergence_forward", "jsd", "kl_div", "labelled_slabs", "sums_of_logits", "tvd",
+]  # fmt: skip
 
 _kernels = {
     kind: Kernel(name, grid=lambda c, x, y, labels, factor, gradient, partial, *_: (partial.numel(),))
@@ -29,7 +31,7 @@ _kernels = {
 
 KINDS = {"js": 0, "tv": 1}
 
-logits_loss = {kind: Kernel("divergence_of_logits", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
+_logits_loss = {kind: Kernel("divergence_of_logits", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
 
 _logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
 
@@ -60,12 +62,11 @@ def _forward(
     ignore_index: int, writes: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient or nothing) of distributions."""
-    options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, None)
-    if not kernels_compute(x, y, labels):
-        factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+    options, kernels = DivergenceOptions(kind, scale, averages, parameter, ignore_index, None), kernels_compute(x, y, labels)
+    factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype), kernels) if averages else None
+    if not kernels:
         loss, gradient = reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
-    factor = inverse_count(labels, ignore_index) if averages else None
     loss, written = _with_kernels(x, y, labels, options, factor, writes)
     return loss, x.new_empty(0) if written is None else written.view(x.shape)
 
@@ -86,8 +87,7 @@ def _backward(
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     kernels = kernels_compute(x, y, labels, dloss)
     if averages:
-        count = inverse_count(labels, ignore_index) if kernels else inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype))
-        factor = factor * count
+        factor = factor * inverse_of_count(labels, ignore_index, factor.dtype, kernels)
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else reference(x, y, labels, options, factor))[1]
     assert gradient is not None
     return gradient.view(x.shape)
@@ -131,6 +131,25 @@ def _rows_of_logits(x):
     return tuple(x.new_zeros((x.shape[0], *more), dtype=accumulation_dtype(x.dtype)) for more in ((2,), (2,), ()))
 
 
+def labelled_slabs(kernel: Kernel, labels: Optional[torch.Tensor], *rows: torch.Tensor) -> Iterator[tuple]:
+    """Yields the rows of each launch of a kernel, logits first, followed by their labels, or by an empty tensor where there are none."""
+    given = () if labels is None else (labels,)
+    none = () if given else (nothing(rows[0].device, torch.int64),)
+    for slab in slabs(pieces(kernel, rows[0].shape[1]), *rows, *given):
+        yield (*slab, *none)
+
+
+def sums_of_logits(x, y, labels, options: DivergenceOptions) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the loss of each piece of a row, its sum of g, lse of x, lse of y), by kernels. x, y: rows of logits."""
+    numbers, kernel = options.numbers(labels), _logits_loss[options.kind]
+    lse = [log_sum_exp(z, numbers[1]) for z in (x, y)]
+    shape = x.shape[0], pieces(kernel, x.shape[1])
+    part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    for *logits, loss, slope, of_labels in labelled_slabs(kernel, labels, x, y, *lse, part_loss, part_slope):
+        kernel(*logits, of_labels, loss, slope, *numbers)
+    return part_loss, part_slope, lse[0], lse[1]
+
+
 def _logits_forward(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -148,15 +167,7 @@ def _logits_forward(
         factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         *lse, slope = _rows_of_logits(x)  # unused
         return reference(x, y, labels, options, factor)[0], *lse, slope
-    a, b = as_rows(x), as_rows(y)
-    lse_x, lse_y = log_sum_exp(a, 1 / temperature), log_sum_exp(b, 1 / temperature)
-    kernel = logits_loss[kind]
-    shape = (a.shape[0], pieces(kernel, a.shape[1]))
-    part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
-    numbers = (parameter, 1 / temperature, ignore_index, int(labels is not None))
-    per_row = () if labels is None else (labels,)
-    for slab in slabs(shape[1], a, b, lse_x, lse_y, part_loss, part_slope, *per_row):
-        kernel(*slab[:4], slab[6] if per_row else nothing(x.device, torch.int64), *slab[4:6], *numbers)
+    part_loss, part_slope, lse_x, lse_y = sums_of_logits(as_rows(x), as_rows(y), labels, options)
     loss = total(part_loss) * scale
     if averages:
         loss = loss * inverse_count(labels, ignore_index).view(())
@@ -179,21 +190,15 @@ def _logits_backward(
     temperature: float,
 ) -> torch.Tensor:
     options = DivergenceOptions(kind, scale, averages, parameter, ignore_index, temperature)
-    factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
-    if not kernels_compute(x, y, labels, dloss):
-        if averages:
-            factor = factor * inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype))
-        return reference(x, y, labels, options, factor)[1]
+    factor, kernels = dloss.to(accumulation_dtype(x.dtype)).view(1), kernels_compute(x, y, labels, dloss)
     if averages:
-        factor = factor * inverse_count(labels, ignore_index)
+        factor = factor * inverse_of_count(labels, ignore_index, factor.dtype, kernels)
+    if not kernels:
+        return reference(x, y, labels, options, factor)[1]
     factor = factor * scale
-    a, b, dx = as_rows(x), as_rows(y), new_like(x)
-    kernel = _logits_gradient[kind]
-    numbers = (parameter, 1 / temperature, ignore_index, int(labels is not None))
-    per_row = () if labels is None else (labels,)
-    for slab in slabs(pieces(kernel, a.shape[1]), a, b, lse_x, lse_y, slope, dx.view(a.shape), *per_row):
-        of_labels = slab[6] if per_row else nothing(x.device, torch.int64)
-        kernel(*slab[:4], of_labels, slab[4], factor, slab[5], *numbers)
+    a, b, dx, kernel = as_rows(x), as_rows(y), new_like(x), _logits_gradient[kind]
+    for *rows, g, d, of_labels in labelled_slabs(kernel, labels, a, b, lse_x, lse_y, slope, dx.view(a.shape)):
+        kernel(*rows, of_labels, g, factor, d, *options.numbers(labels))
     return dx
 
 

@@ -6,6 +6,7 @@ import torch
 
 from .arrays import accumulation_dtype
 from .cross_entropy import shift_of
+from .sums import inverse_count
 
 __all__ = ["DivergenceOptions", "inverse_of_count", "losses_of", "reference"]
 
@@ -27,6 +28,11 @@ class DivergenceOptions(NamedTuple):
     @property
     def of_distributions(self) -> tuple:
         return self[:-1]
+
+    def numbers(self, labels: Optional[torch.Tensor]) -> tuple:
+        """The last arguments of the kernels of logits."""
+        assert self.temperature is not None
+        return self.parameter, 1 / self.temperature, self.ignore_index, int(labels is not None)
 
 
 def _finite(log2):
@@ -69,9 +75,9 @@ def _counted(labels, ignore_index) -> torch.Tensor:
     return labels != ignore_index
 
 
-def inverse_of_count(labels, ignore_index, dtype) -> torch.Tensor:
-    """One over the number of counted rows, or 1 where there are none; [1]."""
-    return 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
+def inverse_of_count(labels, ignore_index, dtype: torch.dtype, kernels: bool = False) -> torch.Tensor:
+    """One over the number of counted rows, or 1 where there are none; [1]. kernels: whether one counts them, in fp32."""
+    return inverse_count(labels, ignore_index) if kernels else 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
 
 
 def losses_of(x, y, labels, options: DivergenceOptions) -> torch.Tensor:

@@ -15,14 +15,11 @@ from ..runtime.launch import Kernel
 from .arguments import checked_index, describe, fail
 from .arrays import accumulation_dtype
 from .autograd import needs_formula
-from .divergence import KINDS, check_numbers, jsd
-from .divergence import logits_loss as _loss_kernels
+from .divergence import KINDS, check_numbers, jsd, labelled_slabs, sums_of_logits
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
 from .rows import blocks_of_pieces
-from .softmax import log_sum_exp, row_sum, slabs
-from .softmax import pieces as pieces_of
-from .sums import inverse_count, nothing
+from .softmax import row_sum
 from .token_sums import sum_over_tokens
 
 __all__ = ["LossOfLogits", "check_heads", "linear_jsd", "reduced_loss"]
@@ -61,30 +58,16 @@ class _TorchPiece(_Piece):
 
 class _KernelPiece(_Piece):
     def rows(self):
-        x, y, kernel, options = self.x, self.y, _loss_kernels["js"], self.options
-        assert options.temperature is not None
-        temperature = 1 / options.temperature
-        self.lse = log_sum_exp(x, temperature), log_sum_exp(y, temperature)
-        self.numbers = (options.parameter, temperature, options.ignore_index, int(self.labels is not None))
-        shape = x.shape[0], pieces_of(kernel, x.shape[1])
-        part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
-        for a, b, lse_x, lse_y, loss, slope, *labels in self._slabs(x, y, *self.lse, part_loss, part_slope):
-            kernel(a, b, lse_x, lse_y, *labels, loss, slope, *self.numbers)
+        part_loss, part_slope, *self.lse = sums_of_logits(self.x, self.y, self.labels, self.options)
         self.slope = row_sum(part_slope)
         return (row_sum(part_loss),)
 
     def gradient(self, scale):
         factor, power = self.factor(scale)
-        for a, b, lse_x, lse_y, slope, *labels in self._slabs(self.x, self.y, *self.lse, self.slope):
-            _in_place_kernel(a, b, lse_x, lse_y, *labels, slope, factor, *self.numbers)
+        rows = labelled_slabs(_in_place_kernel, self.labels, self.x, self.y, *self.lse, self.slope)
+        for a, b, lse_x, lse_y, slope, labels in rows:
+            _in_place_kernel(a, b, lse_x, lse_y, labels, slope, factor, *self.options.numbers(self.labels))
         return power
-
-    def _slabs(self, *tensors):
-        """Yields the rows of each launch, followed by their labels, or by an empty tensor where there are none."""
-        given = () if self.labels is None else (self.labels,)
-        none = () if given else (nothing(self.x.device, torch.int64),)
-        for slab in slabs(pieces_of(_in_place_kernel, self.x.shape[1]), *tensors, *given):
-            yield (*slab, *none)
 
 
 class LossOfLogits(NamedTuple):
@@ -182,7 +165,7 @@ def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
         number = 1.0 if reduction == "sum" else 1.0 / max(tokens, 1)
         return torch.full((1,), number, dtype=acc, device=hidden.device)
     kernels = hidden.dtype != torch.float64 and tokens > 0 and kernels_run_on(hidden, labels)
-    return inverse_count(labels, ignore_index) if kernels else inverse_of_count(labels, ignore_index, acc)
+    return inverse_of_count(labels, ignore_index, acc, kernels)
 
 
 def check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias) -> None:
