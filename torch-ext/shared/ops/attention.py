@@ -19,7 +19,7 @@ from .arrays import accumulation_dtype
 from .attention_heads import of_heads, one_head_is_within_reach, parts_of_heads
 from .attention_plan import AttentionPlan, Pair
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .autograd import apply_function, autocasts, needs_formula, once_differentiable
+from .autograd import Function, apply_function, autocasts, needs_formula
 from .operators import constant_when_traced, traceable
 from .recorded import recorded
 from .rows import one_block_a_row
@@ -261,16 +261,13 @@ attention_forward = traceable("attention_forward", _forward, _fake_forward)
 attention_backward = traceable("attention_backward", _backward, _fake_backward)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
+class _Attention(Function):
     def forward(ctx, q, k, v, sinks, limits, walks, scale, softcap):
         out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale, softcap)
         ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
         ctx.scale, ctx.softcap = scale, softcap
         return out
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
         q, k, v, sinks, out, lse, limits, walks = ctx.saved_tensors

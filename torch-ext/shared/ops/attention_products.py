@@ -13,7 +13,7 @@ from .arrays import accumulation_dtype
 from .attention import attention_reference
 from .attention_plan import AttentionPlan
 from .autocast import outside_autocast
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 
 __all__ = ["Reach", "attention_by_products", "wants_products"]
 
@@ -90,8 +90,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, piece: _Piece, scale: float
     return torch.softmax(scores, -1)
 
 
-class _Products(torch.autograd.Function):
-    @staticmethod
+class _Products(Function):
     def forward(ctx, q, k, v, limits, reach, scale):
         out, (keys, values) = torch.empty_like(q, memory_format=torch.contiguous_format), (x.transpose(0, 1) for x in (k, v))
         for piece in _pieces(limits, q, reach):
@@ -103,8 +102,6 @@ class _Products(torch.autograd.Function):
         ctx.reach, ctx.scale = reach, scale
         return out
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
         q, k, v, limits = ctx.saved_tensors

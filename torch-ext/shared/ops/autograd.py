@@ -1,13 +1,13 @@
 """Autograd functions: how they are called, what they differentiate, and when an operation is the formula of PyTorch instead."""
 
 import functools
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
 from ..runtime.device import PLAIN, is_ordinary, prepare_backward, prepared
 
-__all__ = ["always", "apply_function", "autocasts", "needs_formula", "once_differentiable"]
+__all__ = ["Function", "always", "apply_function", "autocasts", "needs_formula", "once_differentiable"]
 
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", None)  # a tenth of what a look at one device costs
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -78,6 +78,18 @@ def _not_differentiable(gradients, message: bytes):
     if not any(leaf is not None for leaf in leaves):
         return gradients
     return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too
+
+
+_OfTorch: Any = torch.autograd.Function  # mypy would ask for the decorators that `Function` spares its subclasses
+
+
+class Function(_OfTorch):
+    """Base class of the autograd functions. A subclass has forward(ctx, ...) and backward(ctx, ...). Both become static, and the second one
+    has no derivative (`once_differentiable`)."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward, cls.backward = staticmethod(cls.forward), staticmethod(once_differentiable(cls.backward))
 
 
 def needs_formula(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:

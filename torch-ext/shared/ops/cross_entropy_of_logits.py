@@ -13,7 +13,7 @@ from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from .arguments import describe, fail
 from .arrays import accumulation_dtype, flat_rows, kernels_compute, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .cross_entropy import (
     Chunk,
     CrossEntropyOptions,
@@ -141,11 +141,10 @@ cross_entropy_forward = traceable("cross_entropy_forward", _forward, _forward_fa
 cross_entropy_backward = traceable("cross_entropy_backward", _backward, lambda dloss, scale, logits, *_: logits.new_empty(logits.shape))
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     """The losses and lse of every token; or with scale, [1], the sum of the losses times scale, and lse; or with averages, the mean over
     the tokens that count, by kernels, and lse."""
 
-    @staticmethod
     def forward(ctx, logits, target, class_weight, scale, averages: bool, options: CrossEntropyOptions):
         ctx.options = options[:4]
         losses, lse, scale = _forward_and_sum(logits, target, class_weight, scale, averages, ctx.options)
@@ -154,8 +153,6 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return losses, lse
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dloss, _):
         if dloss is None:
             return None, None, None, None, None, None

@@ -12,7 +12,7 @@ import torch
 from ..runtime.launch import Kernel
 from .arguments import checked_index, describe, fail, need_alike
 from .arrays import accumulation_dtype, flat_rows, kernels_compute, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .divergence_terms import DivergenceOptions, inverse_of_count, losses_of, reference
 from .linear_head import multiply
 from .operators import traceable
@@ -101,10 +101,9 @@ divergence_forward = traceable("divergence_forward", _forward)
 divergence_backward = traceable("divergence_backward", _backward)
 
 
-class _Divergence(torch.autograd.Function):
+class _Divergence(Function):
     """Hands the forward pass's gradient over once; see the head of this file."""
 
-    @staticmethod
     def forward(ctx, x, y, labels, options: DivergenceOptions):
         ctx.options, ctx.gradient = options.of_distributions, None
         keeps = x.dtype != torch.float16 and not torch.compiler.is_compiling()
@@ -114,8 +113,6 @@ class _Divergence(torch.autograd.Function):
             ctx.gradient = gradient
         return loss
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dloss):
         x, y, labels = ctx.saved_tensors
         gradient, ctx.gradient = ctx.gradient, None
@@ -210,16 +207,13 @@ divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits
 divergence_of_logits_backward = traceable("divergence_of_logits_backward", _logits_backward, lambda dloss, x, *_: x.new_empty(x.shape))
 
 
-class _DivergenceOfLogits(torch.autograd.Function):
-    @staticmethod
+class _DivergenceOfLogits(Function):
     def forward(ctx, x, y, labels, options: DivergenceOptions):
         ctx.options = tuple(options)
         loss, *rows = divergence_of_logits_forward(x, y, labels, *options)
         ctx.save_for_backward(x, y, labels, *rows)
         return loss
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dloss):
         return divergence_of_logits_backward(dloss, *ctx.saved_tensors, *ctx.options), None, None, None
 

@@ -8,7 +8,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, new_like, sum_of_rows
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
 
@@ -97,14 +97,11 @@ dyt_forward = traceable("dyt_forward", _forward)
 dyt_backward = traceable("dyt_backward", _backward, then=lambda dx, parameters, dalpha: (*halves(dx, parameters), dalpha))
 
 
-class DyTFunction(torch.autograd.Function):
-    @staticmethod
+class DyTFunction(Function):
     def forward(ctx, x, alpha, gamma, beta):
         ctx.save_for_backward(x, alpha, gamma)
         return dyt_forward(x, alpha, gamma, beta)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         need = ctx.needs_input_grad
         dx, dgamma, dbeta, dalpha = dyt_backward(dy, *ctx.saved_tensors, any(need[1:]))

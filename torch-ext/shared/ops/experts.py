@@ -15,7 +15,7 @@ import torch
 from .arguments import describe, fail, need_device, need_floats
 from .arrays import accumulation_dtype, unit_stride
 from .autocast import outside_autocast, without_autocast
-from .autograd import autocasts, needs_formula, once_differentiable
+from .autograd import Function, autocasts, needs_formula
 from .expert_adapters import NO_FACTORS, ExpertFactors, Factors, adapted_mm, adapted_reference, adapter_gradients, narrow_mm
 from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
 from .grouped_gemm import Groups, grouped_outer
@@ -226,8 +226,7 @@ experts_forward = traceable("experts_forward", _forward, _fake_forward)
 _traced_backward = traceable("experts_backward", _functional_backward, _fake_backward)
 
 
-class _Experts(torch.autograd.Function):
-    @staticmethod
+class _Experts(Function):
     def forward(ctx, rest: Rest, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options):
         inputs = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
         ctx.options, ctx.written_over = options, False
@@ -240,8 +239,6 @@ class _Experts(torch.autograd.Function):
         left = gate_up, expert, scores, down_weight, gate_up_bias, down_bias, routing, groups, options[0], Gate(*options[1:])
         return unfinished(rest, functools.partial(experts_finish, *left), hidden.shape, hidden)
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
         *inputs, gate_up, order, position, ends = ctx.saved_tensors

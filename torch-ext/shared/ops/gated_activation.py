@@ -10,7 +10,7 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_alike, need_floats
 from .arrays import SLAB, accumulation_dtype, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_pieces
 from .swiglu import swiglu as plain_swiglu
@@ -166,28 +166,22 @@ packed_forward = traceable("gated_activation_packed_forward", _packed_forward)
 packed_backward = traceable("gated_activation_packed_backward", _packed_backward)
 
 
-class _GatedActivation(torch.autograd.Function):
-    @staticmethod
+class _GatedActivation(Function):
     def forward(ctx, gate, up, activation, gate_multiplier, down_multiplier):
         ctx.save_for_backward(gate, up)
         ctx.options = activation, gate_multiplier, down_multiplier
         return forward(gate, up, *ctx.options)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         return (*backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None)
 
 
-class _PackedGatedActivation(torch.autograd.Function):
-    @staticmethod
+class _PackedGatedActivation(Function):
     def forward(ctx, gate_up, activation):
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
         return packed_forward(gate_up, activation)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         return packed_backward(dout, *ctx.saved_tensors, ctx.activation), None
 

@@ -13,7 +13,7 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel, contiguous_copy
 from .arrays import SLAB, accumulation_dtype, aligned
 from .autocast import outside_autocast
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .delta_chunks import CHUNK, DeltaChunks, check_arguments, chunks_of, chunks_of_rows
 from .operators import traceable
 
@@ -281,8 +281,7 @@ rule_forward = traceable("gated_delta_rule_forward", _forward, _fake_forward)
 rule_backward = traceable("gated_delta_rule_backward", _backward, _fake_backward)
 
 
-class _GatedDeltaRule(torch.autograd.Function):
-    @staticmethod
+class _GatedDeltaRule(Function):
     def forward(ctx, q, k, v, g, beta, initial, table, bounds, longest, scale, norm, carry):
         out, final, inverses = rule_forward(q, k, v, g, beta, table, bounds, initial, longest, scale, norm, carry)
         ctx.save_for_backward(q, k, v, g, beta, table, bounds, initial, inverses)
@@ -290,8 +289,6 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx.options = longest, scale, norm
         return out, final
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dout, dfinal):
         *tensors, initial, inverses = ctx.saved_tensors

@@ -9,7 +9,7 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import need_alike, need_floats, need_rows
 from .arrays import HALF, accumulation_dtype, aligned
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_rows, slabs
 
@@ -94,16 +94,13 @@ gated_output_forward = traceable("gated_output_forward", _forward)
 gated_output_backward = traceable("gated_output_backward", _backward)
 
 
-class GatedOutputFunction(torch.autograd.Function):
+class GatedOutputFunction(Function):
     """(out, gate) -> y."""
 
-    @staticmethod
     def forward(ctx, out, gate):
         ctx.save_for_backward(out, gate)
         return gated_output_forward(out, gate)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         return gated_output_backward(dy, *ctx.saved_tensors)
 

@@ -10,7 +10,7 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_alike, need_floats, need_rows
 from .arrays import accumulation_dtype, column_sum_of, sum_of_rows
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_rows, kernels_take, one_block_a_sum, per_row, rows_of, slabs
 
@@ -87,17 +87,14 @@ gated_rms_norm_forward = traceable("gated_rms_norm_forward", _forward)
 gated_rms_norm_backward = traceable("gated_rms_norm_backward", _backward)
 
 
-class GatedRMSNormFunction(torch.autograd.Function):
+class GatedRMSNormFunction(Function):
     """(x, gate, weight, eps) -> y."""
 
-    @staticmethod
     def forward(ctx, x, gate, weight, eps):
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
         return gated_rms_norm_forward(x, gate, weight, eps)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         need = ctx.needs_input_grad[2]
         dx, dgate, dweight = gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps, need)

@@ -10,7 +10,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
 from .arrays import SLAB, accumulation_dtype, aligned, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
@@ -247,15 +247,12 @@ group_norm_forward = traceable("group_norm_forward", _forward)
 group_norm_backward = traceable("group_norm_backward", _backward, then=halves)
 
 
-class GroupNormFunction(torch.autograd.Function):
-    @staticmethod
+class GroupNormFunction(Function):
     def forward(ctx, x, weight, bias, groups, eps):
         y, mean, rstd = group_norm_forward(x, weight, bias, groups, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         _, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx, dweight, dbias = group_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)

@@ -8,7 +8,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, aligned, column_sum_of, new_like, sum_of_rows
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
 
@@ -126,15 +126,12 @@ layer_norm_forward = traceable("layer_norm_forward", _forward)
 layer_norm_backward = traceable("layer_norm_backward", _backward, then=halves)
 
 
-class LayerNormFunction(torch.autograd.Function):
-    @staticmethod
+class LayerNormFunction(Function):
     def forward(ctx, x, weight, bias, eps):
         y, mean, rstd = layer_norm_forward(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         need = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         dx, dweight, dbias = layer_norm_backward(dy, *ctx.saved_tensors, need)

@@ -15,7 +15,7 @@ from ..runtime.device import kernels_run_on
 from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast
-from .autograd import autocasts, needs_formula, once_differentiable
+from .autograd import Function, autocasts, needs_formula
 from .cross_entropy import (
     CrossEntropyOptions,
     KernelChunk,
@@ -151,10 +151,9 @@ def _keeps_gradient_of_logits(hidden, weight) -> bool:
     return hidden.dtype != torch.float16 and holds_for_all_sizes(*sizes)
 
 
-class _TracedReduced(torch.autograd.Function):
+class _TracedReduced(Function):
     """`_Reduced` in a graph, which cannot write over what it saved. needs: as of `_run`."""
 
-    @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, scale, options, needs):
         late = needs[1] and (needs[0] or needs[2]) and _keeps_gradient_of_logits(hidden, weight)  # one of the weight alone is not kept
         found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(needs), *_operator_options(options), late)
@@ -165,8 +164,6 @@ class _TracedReduced(torch.autograd.Function):
         ctx.mark_non_differentiable(*others)
         return (rows.loss.sum() * scale.view(()), *others)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dloss, *_):
         saved = ctx.saved_tensors
         gradients = [scaled(*pair, dloss) if need else None for need, pair in zip(ctx.needs, zip(saved[:3], saved[3:6]))]
@@ -187,11 +184,10 @@ def _called(hidden, weight, bias, target, class_weight, scale, options: CrossEnt
     return _traced_rows(found, options), [scaled(*pair, None) if need else None for need, pair in pairs]
 
 
-class _PerToken(torch.autograd.Function):
+class _PerToken(Function):
     """The rows. What the gradient of their losses is multiplied by is known only in the backward pass, which does the work. needs: as of
     `_run`."""
 
-    @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, options, needs):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.options, ctx.needs = options, needs
@@ -200,8 +196,6 @@ class _PerToken(torch.autograd.Function):
         ctx.mark_non_differentiable(*others)
         return (rows.loss, *others)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dlosses, *_):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()

@@ -18,7 +18,7 @@ from ..runtime.launch import Kernel, contiguous_copy
 from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .autograd import autocasts, needs_formula, once_differentiable
+from .autograd import Function, autocasts, needs_formula
 from .cross_entropy import check_one_value_a_class
 from .linear_head import HeadGradients, fp16_factor, scaled, walk, write_wide_logits
 from .log_probs import KernelPiece, ScoreOptions, checked_scores
@@ -157,8 +157,7 @@ def _run(student, teacher, scale, options: LinearDivergenceOptions, needs) -> Tu
     return found, walk(hidden, weight, bias, loss_of, found, scale, needs, accum_dtype, logits_of_token, parameter_dtype, wide=True)
 
 
-class _LinearDivergence(torch.autograd.Function):
-    @staticmethod
+class _LinearDivergence(Function):
     def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, options: LinearDivergenceOptions):
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.early = options, not (needs[1] or needs[2])
@@ -173,8 +172,6 @@ class _LinearDivergence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return found
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, upstream, _):
         if upstream is None:

@@ -26,7 +26,7 @@ from ..runtime.device import kernels_run_on
 from .arguments import describe, fail, need_device
 from .arrays import accumulation_dtype
 from .autocast import as_autocast, outside_autocast
-from .autograd import autocasts, needs_formula, once_differentiable
+from .autograd import Function, autocasts, needs_formula
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import scaled
 from .log_prob_chunks import Kept, LogProbOptions, called, run
@@ -53,14 +53,13 @@ class LinearLogProbsOutput(NamedTuple):
     weighted_sum: Optional[torch.Tensor] = None
 
 
-class _LogProbs(torch.autograd.Function):
+class _LogProbs(Function):
     """The results that were asked for, in the order of OUTPUTS. needs: whether hidden, weight and bias require a gradient.
 
     What the backward pass has of the forward pass's logits (`ctx.has`): the gradient made of them (GRADIENT, a frozen head), that and some
     of their columns (COLUMNS), all of them (LOGITS), or nothing (NOTHING)."""
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options: LogProbOptions, needs):
+    def forward(ctx: Any, hidden, weight, bias, target, options: LogProbOptions, needs):
         has = ctx.has = _what_is_kept(hidden, weight, options, needs)
         ctx.options, ctx.needs, ctx.head, ctx.spent, upstream, columns = options, needs, tuple(weight.shape), False, Upstream(), None
         if has in (GRADIENT, COLUMNS):
@@ -70,7 +69,7 @@ class _LogProbs(torch.autograd.Function):
         now = needs if has in (GRADIENT, LOGITS) else (needs[0] and has == COLUMNS, False, False)
         both = has == GRADIENT and options.entropy_early
         found, kept = called(hidden, weight, bias, target, upstream, options, now, both, has == LOGITS, columns=columns)
-        logits, ctx.choice = ([], None) if kept is None else kept
+        logits, ctx.choice = [] if kept is None else kept.logits, kept and kept.choice
         ctx.plan = columns and columns.plan
         if columns is not None:
             logits = [columns.lse, columns.gradient, *columns.apart]
@@ -82,10 +81,8 @@ class _LogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return tuple(results)
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads):
         options, (a, a_factor, b, b_factor, *tensors) = ctx.options, ctx.saved_tensors
         given = dict(zip(options.outputs, grads))
         upstream = Upstream(*(given.get(name) for name in DIFFERENTIABLE))

@@ -5,7 +5,7 @@ from typing import Tuple
 import torch
 
 from .arguments import describe, fail, need_floats
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .pair_rotary import rotary_complex_reference, rotate_pairs
 
@@ -16,14 +16,11 @@ Pair = Tuple[torch.Tensor, torch.Tensor]
 rotary_complex_forward = traceable("rotary_complex", rotate_pairs)
 
 
-class _RotaryComplex(torch.autograd.Function):
-    @staticmethod
+class _RotaryComplex(Function):
     def forward(ctx, q, k, table):
         ctx.save_for_backward(table)
         return rotary_complex_forward(q, k, table, False)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dq, dk):
         return (*rotary_complex_forward(dq, dk, *ctx.saved_tensors, True), None)
 

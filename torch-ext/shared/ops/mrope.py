@@ -8,7 +8,7 @@ from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from .arguments import describe, fail, need_device, need_floats
 from .arrays import SLAB, kernels_compute
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .part_rotary import part_rotary_reference, rotate_parts
 from .rotary import rotate_checked
@@ -94,8 +94,7 @@ def _pick_and_rotate(q, k, cos, sin, half, heads_dim, *sections):
     return (*rotate_parts(q, k, *tables, half, heads_dim, False), *tables)
 
 
-class _MRoPE(torch.autograd.Function):
-    @staticmethod
+class _MRoPE(Function):
     def forward(ctx, q, k, cos, sin, half, sections, heads_dim):
         """sections: (time, height, width, interleaved), or None where cos and sin are one table."""
         ctx.options = half, heads_dim
@@ -108,8 +107,6 @@ class _MRoPE(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         return q, k
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dq, dk):
         return (*mrope_rotate(dq, dk, *ctx.saved_tensors, *ctx.options, True), *[None] * 5)
 

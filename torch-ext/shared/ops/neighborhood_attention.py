@@ -9,7 +9,7 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_alike, need_floats
 from .arrays import SLAB, accumulation_dtype
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 
 __all__ = ["neighborhood_attention"]
@@ -183,16 +183,13 @@ neighborhood_attention_backward = traceable(
 )
 
 
-class _NeighborhoodAttention(torch.autograd.Function):
-    @staticmethod
+class _NeighborhoodAttention(Function):
     def forward(ctx, q, k, v, *band):
         out, lse = neighborhood_attention_forward(q, k, v, *band)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.band = band
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         return (*neighborhood_attention_backward(q, k, v, out, dout, lse, *ctx.band), *[None] * 4)

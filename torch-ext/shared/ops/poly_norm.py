@@ -8,7 +8,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats, need_rows
 from .arrays import accumulation_dtype, column_sum_of, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
 
@@ -98,15 +98,12 @@ poly_norm_forward = traceable("poly_norm_forward", _forward)
 poly_norm_backward = traceable("poly_norm_backward", _backward, then=lambda dx, parameters: (dx, parameters[:3], parameters[3:]))
 
 
-class PolyNormFunction(torch.autograd.Function):
-    @staticmethod
+class PolyNormFunction(Function):
     def forward(ctx, x, weight, bias, eps):
         y, rstd = poly_norm_forward(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         _, need_weight, need_bias, _ = ctx.needs_input_grad
         dx, dweight, dbias = poly_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)

@@ -13,7 +13,7 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arrays import new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rms_norm import (
     add_rms_norm_backward,
@@ -101,36 +101,30 @@ norm_add_forward = traceable("norm_add_forward", _add)
 norm_add_norm_forward = traceable("norm_add_norm_forward", _add_norm)
 
 
-class NormAddFunction(torch.autograd.Function):
+class NormAddFunction(Function):
     """(branch, residual, weight, eps, offset, rounds) -> total."""
 
-    @staticmethod
     def forward(ctx, branch, residual, weight, eps, offset, rounds):
         total, rstd = norm_add_forward(branch, residual, weight, eps, offset, rounds)
         ctx.save_for_backward(branch, weight, rstd)
         ctx.offset = offset
         return total
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dtotal):
         need = ctx.needs_input_grad[2]
         dbranch, dweight = rms_norm_backward(dtotal, *ctx.saved_tensors, need, ctx.offset)
         return dbranch, dtotal, dweight if need else None, None, None, None
 
 
-class NormAddNormFunction(torch.autograd.Function):
+class NormAddNormFunction(Function):
     """(branch, residual, weight, next_weight, eps, dtype, offset, rounds) -> (y, total)."""
 
-    @staticmethod
     def forward(ctx, branch, residual, weight, next_weight, eps, dtype, offset, rounds):
         total, y, rstd, next_rstd = norm_add_norm_forward(branch, residual, weight, next_weight, eps, dtype, offset, rounds)
         ctx.save_for_backward(branch, weight, rstd, total, next_weight, next_rstd)
         ctx.offset = offset
         return y, total
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy, dtotal):
         branch, weight, rstd, total, next_weight, next_rstd = ctx.saved_tensors
         need, need_next = ctx.needs_input_grad[2:4]

@@ -12,7 +12,7 @@ import torch
 
 from .arguments import describe, fail, need_alike, need_floats
 from .arrays import accumulation_dtype, sum_of_rows
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rms_norm_kernels import NormCall, family_of
 
@@ -171,18 +171,15 @@ add_rms_norm_backward = traceable("add_rms_norm_backward", _add_backward)
 
 
 # ---------------------------------------------------------------- autograd
-class RMSNormFunction(torch.autograd.Function):
+class RMSNormFunction(Function):
     """(x, weight, eps, dtype, offset, rounds) -> y."""
 
-    @staticmethod
     def forward(ctx, x, weight, eps, dtype, offset, rounds):
         y, rstd = rms_norm_forward(x, weight, eps, dtype, offset, rounds)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         return y
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[1]
@@ -190,10 +187,9 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, dweight if need else None, None, None, None, None
 
 
-class AddRMSNormFunction(torch.autograd.Function):
+class AddRMSNormFunction(Function):
     """(x, residual, weight, eps, dtype, offset, rounds) -> (y, total)."""
 
-    @staticmethod
     def forward(ctx, x, residual, weight, eps, dtype, offset, rounds):
         total, y, rstd = add_rms_norm_forward(x, residual, weight, eps, dtype, offset, rounds)
         ctx.save_for_backward(total, weight, rstd)
@@ -201,8 +197,6 @@ class AddRMSNormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return y, total
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[2]

@@ -12,7 +12,7 @@ from ..runtime.replay import replayed
 from . import head_norm_kernels
 from .arguments import describe, fail, need_device, need_floats
 from .arrays import column_sum, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rms_norm import ROUNDS, rms_norm_backward_reference, rms_norm_reference
 from .rotary_reference import of_part, qk_norm_rotary_reference, rotary_backward_reference, rotary_reference
@@ -262,29 +262,23 @@ qk_norm_rotary_forward = traceable("qk_norm_rotary_forward", _norm_forward, _fak
 qk_norm_rotary_backward = traceable("qk_norm_rotary_backward", _norm_backward, _fake_norm_backward)
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
+class _Rotary(Function):
     def forward(ctx, q, k, cos, sin, heads_dim):
         ctx.save_for_backward(cos, sin)
         ctx.heads_dim = heads_dim
         return rotary_forward(q, k, cos, sin, heads_dim)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         return (*rotary_backward(dq, dk, cos, sin, ctx.heads_dim), None, None, None)
 
 
-class _QKNormRotary(torch.autograd.Function):
-    @staticmethod
+class _QKNormRotary(Function):
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset, rounds, rotary_dim):
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.offset, ctx.rotary_dim = eps, offset, rotary_dim
         return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps, offset, rounds, rotary_dim)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dq, dk):
         _, _, need_q_weight, need_k_weight = ctx.needs_input_grad[:4]
         needs = need_q_weight, need_k_weight, ctx.offset, ctx.rotary_dim

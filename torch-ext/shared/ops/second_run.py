@@ -11,7 +11,7 @@ from typing import Callable, List, Optional, Sequence
 
 import torch
 
-from .autograd import apply_function, once_differentiable
+from .autograd import Function, apply_function
 
 __all__ = ["Rest", "apply_in_parts", "are_watched", "in_backward_pass", "unfinished"]
 
@@ -51,15 +51,12 @@ def unfinished(rest: List[Callable[[], torch.Tensor]], finish: Callable[[], torc
     return like.new_empty(()).expand(shape)
 
 
-class _Finished(torch.autograd.Function):
+class _Finished(Function):
     """Computes the result and returns it instead of the placeholder. Its backward pass hands the gradient on unchanged: the function that
     returned the placeholder computes all gradients."""
 
-    @staticmethod
     def forward(ctx, handle, finish):
         return finish()
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         return dout, None

@@ -10,7 +10,7 @@ from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
 from .arrays import SLAB, accumulation_dtype, aligned, column_sum, unit_stride
 from .autocast import outside_autocast
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 
 __all__ = ["TAPS", "short_conv"]
@@ -106,14 +106,11 @@ conv_forward = traceable("short_conv_forward", _forward, lambda x, weight, bias,
 conv_backward = traceable("short_conv_backward", _backward, _fake_backward)
 
 
-class _ShortConv(torch.autograd.Function):
-    @staticmethod
+class _ShortConv(Function):
     def forward(ctx, x, weight, bias, since):
         ctx.save_for_backward(x, weight, bias, since)
         return conv_forward(x, weight, bias, since)
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dy):
         x, weight, bias, since = ctx.saved_tensors

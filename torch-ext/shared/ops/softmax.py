@@ -8,7 +8,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail
 from .arrays import HALF, SLAB, accumulation_dtype, kernels_compute, new_like
-from .autograd import apply_function, needs_formula, once_differentiable
+from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_pieces, blocks_of_rows, one_block_a_row
 
@@ -152,18 +152,15 @@ def log_sum_exp(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return lse
 
 
-class FunctionOfRows(torch.autograd.Function):
+class FunctionOfRows(Function):
     """(x, forward, backward) -> y = forward(x), whose gradient is backward(dy, y): it needs no more than the result."""
 
-    @staticmethod
     def forward(ctx, x, forward, backward):
         y = forward(x)
         ctx.save_for_backward(y)
         ctx.derivative = backward
         return y
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         return ctx.derivative(dy, *ctx.saved_tensors), None, None
 

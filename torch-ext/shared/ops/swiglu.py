@@ -11,7 +11,7 @@ from ..runtime.replay import replayed
 from .arguments import describe, fail, need_alike, need_floats
 from .arrays import ElementwiseKernel, accumulation_dtype, aligned, new_like
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .autograd import apply_function, autocasts, needs_formula, once_differentiable
+from .autograd import Function, apply_function, autocasts, needs_formula
 from .neighbours import side_by_side
 from .operators import traceable
 from .second_run import Rest, apply_in_parts, unfinished
@@ -116,14 +116,11 @@ swiglu_backward = traceable("swiglu_backward", _backward)
 swiglu_backward_recompute = traceable("swiglu_backward_recompute", _backward_recompute)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
+class _SwiGLU(Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         return swiglu_forward(gate, up)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         return swiglu_backward(dout, *ctx.saved_tensors)
 
@@ -195,11 +192,10 @@ def _down(gate: torch.Tensor, up: torch.Tensor, down_weight: torch.Tensor) -> to
     return linear(swiglu_forward(gate, up), down_weight)
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(Function):
     """Saves x, gate and up. silu(gate) * up, as large as each of them, is computed again in the backward pass; the two input
     gradients of gate and up are added by a GEMM."""
 
-    @staticmethod
     def forward(ctx, rest: Rest, x, gate_weight, up_weight, down_weight):
         gate, up = gate_and_up(x, gate_weight, up_weight, side_by_side((gate_weight, up_weight)))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
@@ -207,8 +203,6 @@ class _MLP(torch.autograd.Function):
             return _down(gate, up, down_weight)
         return unfinished(rest, functools.partial(_down, gate, up, down_weight), (x.shape[0], down_weight.shape[0]), x)
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dy):
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from .arguments import fail, need_floats
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .autograd import autocasts, needs_formula, once_differentiable
+from .autograd import Function, autocasts, needs_formula
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
 from .operators import traceable
 from .products import write_product
@@ -103,16 +103,13 @@ tiled_mlp_forward = traceable(
 tiled_mlp_backward = traceable("tiled_mlp_backward", _backward, _fake_backward)
 
 
-class _TiledMLP(torch.autograd.Function):
-    @staticmethod
+class _TiledMLP(Function):
     def forward(ctx, rest: Rest, x, gate_weight, up_weight, down_weight, activation, length):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
         ctx.options = activation, length
         make = functools.partial(tiled_mlp_forward, x, gate_weight, up_weight, down_weight, activation, length)
         return make() if rest is None else unfinished(rest, make, (x.shape[0], down_weight.shape[0]), x)
 
-    @staticmethod
-    @once_differentiable
     @outside_autocast
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[1:5]

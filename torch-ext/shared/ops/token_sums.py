@@ -2,10 +2,8 @@
 
 from typing import Any, Callable
 
-import torch
-
 from .autocast import outside_autocast
-from .autograd import once_differentiable
+from .autograd import Function
 
 __all__ = ["sum_over_tokens"]
 
@@ -36,5 +34,4 @@ def sum_over_tokens(name: str, run: Callable) -> Any:
         return (dhidden, dweight, None if dbias is None else dbias.to(tensors[2].dtype), *[None] * (len(tensors) - 2))
 
     backward.__module__, backward.__qualname__ = run.__module__, f"{name}.backward"
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    return type(name, (torch.autograd.Function,), {**methods, "__module__": run.__module__})
+    return type(name, (Function,), {"forward": forward, "backward": backward, "__module__": run.__module__})

@@ -9,13 +9,13 @@ import contextlib
 import functools
 import operator
 import weakref
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ...ops.attention import AttentionPlan
-from ...ops.autograd import once_differentiable
+from ...ops.autograd import Function
 from ...runtime.device import version_of
 from ..attention.masks import Rule, Visible
 from ..parts.modules import SAVED
@@ -249,9 +249,8 @@ def _run_one(layer, kwargs: dict, x: torch.Tensor) -> torch.Tensor:
     return run(layer, (x,), kwargs)
 
 
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, unit, x, *parameters):
+class _Replay(Function):
+    def forward(ctx: Any, unit, x, *parameters):
         ctx.unit = unit
         ctx.ticket = _Ticket(unit.waiting)
         ctx.set_materialize_grads(False)
@@ -263,9 +262,7 @@ class _Replay(torch.autograd.Function):
         ctx.mark_non_differentiable(*(output for output, frozen in zip(outputs, unit.frozen) if frozen))
         return tuple(outputs)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *douts):
+    def backward(ctx: Any, *douts):
         unit, ticket = ctx.unit, ctx.ticket
         if ticket is None:
             raise RuntimeError(
