@@ -120,7 +120,7 @@ MUTANTS = [
     *generated("shared/ops/rotary.py", "qk_norm_rotary_alone", "_QKNormRotary.backward _norm_backward_into"),
     *generated("shared/ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward"),
     *generated("shared/ops/rotary.py", "rotary", "_Rotary.forward"),
-    *generated("shared/ops/rotary.py", "rotary_many_k", "_grid"),
+    *generated("shared/ops/part_rotary.py", "rotary or rotary_many_k", "heads_grid"),
     *generated("shared/ops/rotary_reference.py", "rotary_odd_half", "_full_width", kernels=False),
     *generated("shared/ops/rotary_reference.py", "rotary", "rotary_backward_reference", kernels=False),
     *errors_in("kernel_src/rotary.py", "rotary", "angles",

@@ -2,7 +2,7 @@
 kernel_src/qk_norm_rotary.py takes. The operation is rotary.py's."""
 
 import functools
-from typing import Iterator, List, Sequence, Tuple
+from typing import Callable, Iterator, List, Sequence, Tuple
 
 import torch
 
@@ -12,7 +12,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arrays import SLAB, aligned, column_sum_of, new_like
 
-__all__ = ["backward_into", "flat_heads", "forward", "has", "is_rows", "launches_of", "takes"]
+__all__ = ["backward_into", "flat_heads", "forward", "gradients_by", "has", "launches_of", "shipped", "takes"]
 
 OPERATION = "head_norm_rotary"
 BLOCKS_PER_SM = 4  # in the backward pass
@@ -39,16 +39,20 @@ def _has(backend, head_dim, rotary_dim) -> bool:
 
 def _shapes(backend) -> List[tuple]:
     """(dtype, weights' dtype, head_dim, rotary_dim) of each kernel of a backend; none of one without kernels."""
-    try:
-        if OPERATION not in backend.artifacts.operations():
-            return []
-    except ArtifactError:
-        return []
     found = []
-    for variant in _forward_kernel.variants():
+    for variant in shipped(backend, OPERATION, _forward_kernel):
         described = {p.name: p for p in variant.parameters if p.kind == "array"}
         found.append((described["q"].dtype, described["q_weight"].dtype, described["q"].shape[2], described["cos"].shape[1]))
     return found
+
+
+def shipped(backend, operation: str, kernel: Kernel) -> Sequence:
+    """The variants of an operation's kernel that a backend has; none of one without kernels."""
+    try:
+        has = operation in backend.artifacts.operations()
+    except ArtifactError:
+        has = False
+    return kernel.variants() if has else ()
 
 
 def takes(dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int, rotary_dim: int) -> bool:
@@ -75,20 +79,35 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps: f
 
     All of q's and k's are [batch, tokens, heads, head_dim]. needs: which weights need a gradient.
     """
-    written = [out if is_rows(out) else new_like(out) for out in outs]
-    arrays = [*[aligned(flat_heads(x)) for x in (dq, dk, q, k)], *map(flat_heads, written)]
     weights = q_weight, k_weight
-    sums: Tuple[List[torch.Tensor], List[torch.Tensor]] = ([], [])
-    for tensors, tables in launches_of(arrays, (cos, sin)):
+
+    def launch(tensors, tables) -> Pair:
         partials = _partials(*tensors[2:4])
         _backward_kernel(*tensors, *map(aligned, weights), *tables, *partials, eps, offset)
-        for found, partial in zip(sums, partials):
-            found.append(partial)
+        return partials
+
+    return gradients_by(launch, outs, (dq, dk, q, k), (), (cos, sin), weights, needs)
+
+
+def gradients_by(
+    launch: Callable[[list, list], Pair], outs: Pair, heads: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], tables: Pair,
+    weights: Pair, needs: Tuple[bool, bool],
+) -> Pair:  # fmt: skip
+    """`backward_into` by launches over some of the tokens.
+
+    launch: of the arrays (heads, outs and rows, [tokens, ...]) and the tables of one; returns the partial sums of the weights' gradients.
+    heads: dq, dk, q and k. rows: what there is beside them of each token.
+    """
+    written = [out if is_rows(out) else new_like(out) for out in outs]
+    arrays = [*[aligned(flat_heads(x)) for x in heads], *map(flat_heads, written), *rows]
+    sums = list(zip(*[launch(*given) for given in launches_of(arrays, tables)]))
     for out, result in zip(outs, written):
         if result is not out:
             out.copy_(result)
-    given = zip(sums, weights, needs)
-    dq_weight, dk_weight = (column_sum_of(found, weight.dtype) if need else weight.new_empty(0) for found, weight, need in given)
+    dq_weight, dk_weight = (
+        column_sum_of([partial.flatten(1) for partial in found], weight.dtype) if need else weight.new_empty(0)
+        for found, weight, need in zip(sums, weights, needs)
+    )
     return dq_weight, dk_weight
 
 

@@ -11,7 +11,7 @@ from .arrays import SLAB, kernels_compute
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .part_rotary import part_rotary_reference, rotate_parts
-from .rotary import rotate_checked
+from .rotary import fake_rotary, rotate_checked
 
 __all__ = ["partial_rotary", "rotary_multimodal"]
 
@@ -78,14 +78,10 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
     return outs[0], outs[1]
 
 
-def _fake(q, k, cos, sin, half, heads_dim, backward):
-    if heads_dim == 2:
-        return q.new_empty(q.shape), k.new_empty(k.shape)
-    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
-
-
 mrope_pick = traceable("mrope_pick", _pick)
-mrope_rotate = traceable("mrope", rotate_parts, _fake)
+mrope_rotate = traceable(
+    "mrope", rotate_parts, lambda q, k, cos, sin, half, heads_dim, backward: fake_rotary(q, k, cos, sin, heads_dim)
+)
 
 
 @replayed

@@ -17,7 +17,7 @@ Pair = Tuple[torch.Tensor, torch.Tensor]
 
 def heads_grid(c, q, k, *_):
     """Blocks (token, group of heads)."""
-    return q.shape[0], max(-(-q.shape[1] // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"]))
+    return q.shape[0], max(-(-(q.shape[1] - c.get("Q_TAIL", 0)) // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"]))
 
 
 def _grid(c, q, k, *others):
@@ -28,8 +28,6 @@ def _grid(c, q, k, *others):
 _kernels = tuple(
     Kernel("mrope", "mrope_any", grid=_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
 )
-
-
 
 
 def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[list, list]]:

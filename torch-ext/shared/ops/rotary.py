@@ -13,27 +13,20 @@ from . import head_norm_kernels
 from .arguments import describe, fail, need_device, need_floats
 from .arrays import column_sum, new_like
 from .autograd import Function, apply_function, needs_formula
+from .head_norm_kernels import flat_heads
 from .operators import traceable
+from .part_rotary import heads_grid
 from .rms_norm import ROUNDS, rms_norm_backward_reference, rms_norm_reference
 from .rotary_reference import of_part, qk_norm_rotary_reference, rotary_backward_reference, rotary_reference
 
 __all__ = [
-    "norm_backward_into", "qk_norm_rotary", "qk_norm_rotary_backward", "qk_norm_rotary_forward", "rotary", "rotary_backward",
+    "fake_rotary", "norm_backward_into", "qk_norm_rotary", "qk_norm_rotary_backward", "qk_norm_rotary_forward", "rotary", "rotary_backward",
     "rotary_backward_into", "rotary_forward", "rotate_checked",
 ]  # fmt: skip
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 NARROWED = (torch.bfloat16,)  # half precision with kernels for weights and angles in fp32
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _grid(c, q, k, *_):
-    return (q.shape[0], max(-(-(q.shape[1] - c.get("Q_TAIL", 0)) // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"])))
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim]."""
-    return x.reshape(-1, x.shape[2], x.shape[3])
 
 
 def _table(angles: torch.Tensor) -> torch.Tensor:
@@ -43,20 +36,20 @@ def _table(angles: torch.Tensor) -> torch.Tensor:
 
 def _forward_views(q, k, q_out, k_out, *others) -> list:
     """others: weights [head_dim], then cos and sin."""
-    return [*map(_flat, (q, k, q_out, k_out)), *others[:-2], *map(_table, others[-2:])]
+    return [*map(flat_heads, (q, k, q_out, k_out)), *others[:-2], *map(_table, others[-2:])]
 
 
 def _backward_views(dq_out, dk_out, q, k, dq, dk, q_weight, k_weight, cos, sin, *partials) -> list:
-    return [*map(_flat, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, (cos, sin)), *partials]
+    return [*map(flat_heads, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, (cos, sin)), *partials]
 
 
 # Forward and backward are one kernel with another constant.
 _kernels = tuple(
-    Kernel("rotary", "rotary_any", grid=_grid, views=_forward_views, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward})
+    Kernel("rotary", "rotary_any", grid=heads_grid, views=_forward_views, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward})
     for backward in (0, 1)
 )
 _norm_forward_kernel = Kernel(
-    "qk_norm_rotary_forward", grid=_grid, views=_forward_views, reads=("q", "k", "q_weight", "k_weight", "cos", "sin")
+    "qk_norm_rotary_forward", grid=heads_grid, views=_forward_views, reads=("q", "k", "q_weight", "k_weight", "cos", "sin")
 )
 _norm_backward_kernel = Kernel(
     "qk_norm_rotary_backward",
@@ -241,7 +234,8 @@ def _partial_rows(q_shape: tuple, k_shape: tuple, processors: int) -> Tuple[int,
 
 
 # ---------------------------------------------------------------- for tracers
-def _fake(q, k, cos, sin, heads_dim):
+def fake_rotary(q, k, cos, sin, heads_dim):
+    """What `rotary_forward` returns of tensors without data."""
     if heads_dim == 2:
         return q.new_empty(q.shape), k.new_empty(k.shape)
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
@@ -256,8 +250,8 @@ def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_
     return (q.new_empty(q.shape), k.new_empty(k.shape), *dweights)
 
 
-rotary_forward = traceable("rotary_forward", _forward, _fake)
-rotary_backward = traceable("rotary_backward", _backward, _fake)
+rotary_forward = traceable("rotary_forward", _forward, fake_rotary)
+rotary_backward = traceable("rotary_backward", _backward, fake_rotary)
 qk_norm_rotary_forward = traceable("qk_norm_rotary_forward", _norm_forward, _fake_norm_forward)
 qk_norm_rotary_backward = traceable("qk_norm_rotary_backward", _norm_backward, _fake_norm_backward)
 

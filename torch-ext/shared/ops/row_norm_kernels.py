@@ -7,11 +7,10 @@ from typing import FrozenSet, List, Tuple
 import torch
 
 from ..runtime import launch
-from ..runtime.artifacts import ArtifactError
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import aligned, column_sum_of, new_like
-from .head_norm_kernels import flat_heads, is_rows, launches_of
+from .arrays import aligned, new_like
+from .head_norm_kernels import flat_heads, gradients_by, launches_of, shipped
 
 __all__ = ["backward_into", "forward", "takes"]
 
@@ -27,13 +26,8 @@ _backward_kernel = Kernel("row_norm_rotary_backward", grid=lambda c, *tensors: (
 @functools.lru_cache(maxsize=None)
 def _shapes(backend) -> FrozenSet[tuple]:
     """(dtype, weights' dtype, heads of q, heads of k, head_dim) of each kernel of a backend; none of one without kernels."""
-    try:
-        if OPERATION not in backend.artifacts.operations():
-            return frozenset()
-    except ArtifactError:
-        return frozenset()
     found = set()
-    for variant in _forward_kernel.variants():
+    for variant in shipped(backend, OPERATION, _forward_kernel):
         q, k, weight = ({p.name: p for p in variant.parameters}[name] for name in ("q", "k", "q_weight"))
         found.add((q.dtype, weight.dtype, q.shape[1], k.shape[1], q.shape[2]))
     return frozenset(found)
@@ -78,21 +72,15 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, rstds:
 
     All of q's and k's are [batch, tokens, heads, head_dim]. rstds: the last two of `forward`. needs: which weights need a gradient.
     """
-    written = [out if is_rows(out) else new_like(out) for out in outs]
-    arrays = [*[aligned(flat_heads(x)) for x in (dq, dk, q, k)], *map(flat_heads, written), *rstds]
     weights = _weights(q.shape[3], q_weight, k_weight)
-    sums: Tuple[List[torch.Tensor], List[torch.Tensor]] = ([], [])
-    for (*tensors, q_rstd, k_rstd), tables in launches_of(arrays, _tables(cos, sin)):
+
+    def launch(arrays, tables) -> Pair:
+        *tensors, q_rstd, k_rstd = arrays
         partials = _partials(*tensors[2:4])
         _backward_kernel(*tensors, *weights, q_rstd, k_rstd, *tables, *partials, offset)
-        for found, partial in zip(sums, partials):
-            found.append(partial.flatten(1))
-    for out, result in zip(outs, written):
-        if result is not out:
-            out.copy_(result)
-    given = zip(sums, (q_weight, k_weight), needs)
-    dq_weight, dk_weight = (column_sum_of(found, weight.dtype) if need else weight.new_empty(0) for found, weight, need in given)
-    return dq_weight, dk_weight
+        return partials
+
+    return gradients_by(launch, outs, (dq, dk, q, k), rstds, _tables(cos, sin), (q_weight, k_weight), needs)
 
 
 def _partials(q: torch.Tensor, k: torch.Tensor) -> Pair:

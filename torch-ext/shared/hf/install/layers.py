@@ -31,24 +31,25 @@ def _layer(name: str, forward: Callable[..., Any]) -> Type[Layer]:
     return type(name, (Layer,), {"forward": forward, "__module__": __name__})
 
 
-def rms_norm_of(family: Family) -> Type[Layer]:
-    """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
-    return _rms_norm(Norm(0.0, family.offset, family.rounds), family.norm_argument)
-
-
 @functools.lru_cache(maxsize=None)
-def _rms_norm(norm: Norm, argument: str) -> Type[Layer]:
+def _of_one_argument(name: str, run: Callable[..., Any], argument: str, *given: Any) -> Type[Layer]:
+    """The layer whose forward, of one argument of this name, returns run(*given, module, it)."""
     if argument == "x":
 
         def forward(self, x):
-            return norm_forward(norm, self, x)
+            return run(*given, self, x)
 
     else:
 
         def forward(self, hidden_states):
-            return norm_forward(norm, self, hidden_states)
+            return run(*given, self, hidden_states)
 
-    return _layer("RMSNorm", forward)
+    return _layer(name, forward)
+
+
+def rms_norm_of(family: Family) -> Type[Layer]:
+    """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
+    return _of_one_argument("RMSNorm", norm_forward, family.norm_argument, Norm(0.0, family.offset, family.rounds))
 
 
 def norm_while(norm: Norm, flags: Tuple[Tuple[str, bool], ...]) -> Callable[..., Any]:
@@ -87,22 +88,7 @@ def _rotary_layer(rotate: Callable[..., Any]) -> Type[Layer]:
 def mlp_of(family: Family) -> Type[Layer]:
     """The layer for a family's MLP: [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
     plain = family.activation == "silu" and len(family.gate_up) == 2
-    return _mlp(mlp_forward if plain else gated_mlp_forward(family), family.mlp_argument)
-
-
-@functools.lru_cache(maxsize=None)
-def _mlp(run: Callable[..., Any], argument: str) -> Type[Layer]:
-    if argument == "x":
-
-        def forward(self, x):
-            return run(self, x)
-
-    else:
-
-        def forward(self, hidden_states):
-            return run(self, hidden_states)
-
-    return _layer("MLP", forward)
+    return _of_one_argument("MLP", mlp_forward if plain else gated_mlp_forward(family), family.mlp_argument)
 
 
 def experts_of(family: Family) -> Type[Layer]:
