@@ -57,6 +57,9 @@ def test_there_are_mutants_of_every_autograd_function():
                 assert (file, f"{node.name}.forward") in mutated, f"{file}: {node.name}.forward"
                 called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} | {f"{node.name}.backward"}
                 assert any(f == file and name in called for f, name in mutated), f"{file}: {node.name}.backward"
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "sum_over_tokens":
+                file, run = f"shared/{path.parent.name}/{path.name}", ast.unparse(node.value.args[1])
+                assert {(file, run), ("shared/ops/token_sums.py", "sum_over_tokens")} <= mutated, f"{file}: {run}"
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "Node":
                 file, (_, _, _, *functions) = f"shared/{path.parent.name}/{path.name}", map(ast.unparse, node.value.args)
                 assert {(file, function) for function in functions} <= mutated, f"{file}: {functions}"

@@ -273,6 +273,7 @@ MUTANTS = [
     *errors_in(CHUNKS, "chunks", "run", ("target[rows]", "target[: logits.shape[0]]"),
                ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
+    *generated(OPERATION, "weighted_sum", "_weighted_sum"),
     *errors_in("shared/ops/token_sums.py", "weighted_sum", "sum_over_tokens", ("(*tensors)", "(*tensors[:-1], -tensors[-1])"),
                ("gradients.times(dsum)", "gradients.times()"), ("ctx.gradients = None", "pass")),
     *errors_in(OPERATION, "skipped", "linear_log_probs", ("coefficients[kept]", "coefficients[: len(kept)]"),
