@@ -267,10 +267,15 @@ def test_a_sparse_layer_with_something_that_listens_is_called(qwen3_5, name, cha
 
 
 @every_family
-def test_padding(qwen3_5, name):
-    model = tiny(name)
-    mask = (torch.arange(80) >= torch.tensor([[0], [30]])).long()
+@pytest.mark.parametrize("given", ("padding", "numbers", "numbers and biases"))
+def test_padding(qwen3_5, name, given):
+    """transformers multiplies what a net gets by the mask, whatever its numbers are."""
+    model, mask = tiny(name), (torch.arange(80) >= torch.tensor([[0], [30]])).long()
     inputs = {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)}
+    if given != "padding":
+        inputs["attention_mask"] = mask * torch.rand(mask.shape, generator=torch.Generator().manual_seed(3))
+    if given == "numbers and biases":
+        model = lora(model, target_modules=["out_proj", "in_proj_qkv", "in_proj_ba"], lora_bias=True)
     expected = step_of(model, **inputs)
     qwen3_5.apply()
     found = step_of(model, **inputs)

@@ -70,23 +70,23 @@ class MixedLayer(FusedLayer):
             of_model = attention_mask, cache, position_embeddings, kwargs
             return Mixed(gated_attention.gated_attention(self, module, projected, x.shape, *of_model), output, residual)
         documents = documents_of(kwargs, cache, x.shape[0])
-        # The norm of a row of zeros is zeros, and so are its projections: no node has to know which tokens are padding.
-        masked = sys.modules[self.modeling].apply_mask_to_padding_states(x, attention_mask)
-        projected, residual = self.projected(mixer, module, norm, masked)
-        return Mixed(mixed_tokens(module, projected, x.shape, cache, documents), output, residual if masked is x else x)
+        projected, residual = self.projected(mixer, module, norm, x, attention_mask)
+        return Mixed(mixed_tokens(module, projected, x.shape, cache, documents), output, residual)
 
-    def projected(self, mixer: Mixer, module, norm, x) -> Tuple[List[torch.Tensor], torch.Tensor]:
-        """The mixer's projections of the normalised x [batch, tokens, hidden], and x for the residual connection."""
+    def projected(self, mixer: Mixer, module, norm, x, factors=None) -> Tuple[List[torch.Tensor], torch.Tensor]:
+        """The mixer's projections of the normalised x [batch, tokens, hidden], and x for the residual connection. factors: [batch, tokens]
+        or None, numbers by which transformers multiplies the normalised x: zeros for padding, and whatever else a mask holds."""
         parts = module.__dict__["_modules"]
         linears = [parts[name] for name in mixer.inputs]
         wider = autocasts(x.device)
         dtype, spec = product_dtype(x) if wider else x.dtype, self.norm(eps_of(norm))
-        found = projections(linears, dtype, wider)
-        if found is None:
-            normed = rms_norm(spec, x, weight_of(norm))
+        found, masked = projections(linears, dtype, wider), sys.modules[self.modeling].apply_mask_to_padding_states
+        biased = found is not None and any(each.bias is not None or each.adapter_bias is not None for each in found)
+        if found is None or (biased and factors is not None):
+            normed = masked(rms_norm(spec, x, weight_of(norm)), factors)
             return [linear(normed) for linear in linears], x
         *results, residual = norm_projections(x, weight_of(norm), found, spec, dtype)
-        return results, residual
+        return [masked(result, factors) for result in results], residual  # without a bias, the same as of the input
 
     def projection_groups(self, layer, x) -> Groups:
         """Groups the mixer's projections as `FusedLayer` does attention's; returns none where the mixer is called as a module."""
