@@ -62,6 +62,23 @@ def test_a_gradient_penalty_of_a_model(qwen3):
         total.backward()
 
 
+@pytest.mark.parametrize("asked", ("lm_head", "embed_tokens", "layers.0.mlp.up_proj"))
+def test_a_second_derivative_is_never_taken_for_zero(qwen3, asked):
+    """torch.autograd.grad goes no other way than to what it is asked for, and allow_unused makes None of what it does not reach."""
+    tokens, model = random_tokens(2, 9), qwen3.kernelize(tiny_model())
+    loss = model(input_ids=tokens, labels=tokens).loss
+    squares = sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
+    parameter = next(p for name, p in model.named_parameters() if asked in name)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        torch.autograd.grad(squares, parameter, allow_unused=True)
+
+
+def test_a_derivative_by_two_backward_passes_is_never_taken_for_zero(loaded_ops):
+    x, w = (randn(64, dtype=FP32, device="cpu", seed=i) for i in range(2))
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        torch.autograd.functional.jvp(lambda x: loaded_ops.rms_norm(x, w), x[None], torch.ones(1, 64))
+
+
 @pytest.mark.parametrize("options", ({}, {"gradient_checkpointing": True}), ids=("plain", "checkpointing"))
 def test_a_graph_of_the_backward_pass_that_nothing_is_differentiated_through(qwen3, options):
     """create_graph=True gives the bits of a pass without it."""

@@ -1,7 +1,7 @@
 """Autograd functions: how they are called, what they differentiate, and when an operation is the formula of PyTorch instead."""
 
 import functools
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 
@@ -66,18 +66,33 @@ def once_differentiable(backward: Callable) -> Callable:
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        return found if torch.compiler.is_compiling() else _not_differentiable(found, message)
+        return found if torch.compiler.is_compiling() else _not_differentiable(found, message, (*grads, *_leaves_of(ctx)))
 
     return call
 
 
-def _not_differentiable(gradients, message: bytes):
-    """The gradients as results of a function whose own gradient is an error."""
+def _not_differentiable(gradients, message: bytes, sources):
+    """The gradients as results of a function whose own gradient is an error. sources: what they depend on: torch.autograd.grad of these
+    alone would otherwise not come by the error, and take the second derivative for zero."""
     one = not isinstance(gradients, tuple)
     leaves = [None if g is None else g.detach().requires_grad_() for g in ((gradients,) if one else gradients)]
     if not any(leaf is not None for leaf in leaves):
         return gradients
-    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too
+    given = *leaves, *sources
+    found = torch._C._functions.DelayedError(message, len(given))(*given)  # type: ignore[arg-type]  # takes None, too
+    return found[0] if one else found[: len(leaves)]
+
+
+def _leaves_of(node) -> List[torch.Tensor]:
+    """The tensors at which the graph behind an autograd node begins."""
+    found, seen, waiting = [], set(), [node]
+    while waiting:
+        for function, _ in waiting.pop().next_functions:
+            if function is not None and function not in seen:
+                seen.add(function)
+                waiting.append(function)
+                found += [function.variable] if hasattr(function, "variable") else []
+    return found
 
 
 _OfTorch: Any = torch.autograd.Function  # mypy would ask for the decorators that `Function` spares its subclasses
