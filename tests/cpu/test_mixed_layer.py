@@ -136,3 +136,22 @@ def test_autocast(qwen3_5, name, dtype):
                         for ran in (found, before))  # fmt: skip
         # In which batch errors add up, up to three times the usual, is a matter of luck.
         assert median(mine) <= 1.25 * median(others) + 1e-3, f"{name}: {mine}, without the layers {others}"
+
+
+SILUS = {
+    "class": lambda patch, activations: patch.setattr(activations.SiLUActivation, "forward", lambda self, x: 2 * torch.relu(x)),
+    "table": lambda patch, activations: patch.setitem(activations.ACT2FN, "silu", torch.nn.ReLU),
+}
+
+
+@every_family
+@pytest.mark.parametrize("where", SILUS)
+def test_a_users_silu_is_that_of_nets_and_of_their_norms(qwen3_5, name, where, monkeypatch):
+    model = qwen3_5.kernelize(tiny(name, **TWO_LAYERS))
+    ours = step_of(model)
+    SILUS[where](monkeypatch, sys.modules["transformers.activations"])
+    found = step_of(model)
+    assert any(row.part == "delta net" and "ACT2FN['silu'] computes" in row.reason for row in qwen3_5.explain(model).rows)
+    qwen3_5.reset()
+    found.assert_same(step_of(model), FACTOR)
+    assert relative_error(found.loss, ours.loss) > 1e-5

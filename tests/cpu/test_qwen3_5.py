@@ -221,7 +221,7 @@ def test_what_is_said_of_a_layer(qwen3_5, name):
 
 
 @every_family
-@pytest.mark.parametrize("function", ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
+@pytest.mark.parametrize("function", ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"))
 def test_a_function_that_someone_put_in_the_module_is_called(qwen3_5, name, function, monkeypatch):
     """By transformers' forward of the delta net, before and after ours is there; explain says so."""
     model, called = tiny(name, **TWO_LAYERS), []

@@ -5,6 +5,7 @@ from types import FunctionType
 from typing import Any, Dict
 
 import torch
+from torch import nn
 from torch.nn.functional import softplus
 
 from ...ops.delta_chunks import keeping_chunks
@@ -15,12 +16,12 @@ from ...ops.operators import constant_when_traced
 from ...ops.short_conv import TAPS, short_conv
 from ..attention.row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 from ..family.arguments import NET_CACHE
-from ..parts.lookups import Lookups, original_in
-from ..parts.modules import ACTIVATIONS, beside_class, is_marked, original_forward, without_decorators
+from ..parts.lookups import Lookups, name_of, original_in
+from ..parts.modules import ACTIVATIONS, FORWARDS, beside_class, is_marked, is_transformers_own, original_forward, without_decorators
 from ..parts.weights import is_plain
 
 __all__ = [
-    "INPUTS", "INPUTS_BY_KEY_HEAD", "NET", "convolution_function", "convolution_step", "delta_net_forward", "documents_of",
+    "INPUTS", "INPUTS_BY_KEY_HEAD", "MASK", "NET", "convolution_function", "convolution_step", "delta_net_forward", "documents_of",
     "gated_norm_forward", "is_before_5_21", "mixed_tokens", "rule_function", "why_not_ours",
 ]  # fmt: skip
 
@@ -39,6 +40,7 @@ def gated_norm_forward(layer, hidden_states, gate):
 
 
 FUNCTIONS = "causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+MASK = "apply_mask_to_padding_states"
 LIBRARIES = "transformers", "kernels", "fla", "causal_conv1d"  # whose functions ours stand in for
 _lookups: Dict[Any, Lookups] = {}  # by the forward of a net or of its norm
 
@@ -47,7 +49,7 @@ _lookups: Dict[Any, Lookups] = {}  # by the forward of a net or of its norm
 def someone_elses_function(modeling: str) -> str:
     """The name of a function of transformers' module that a net calls and that is not transformers' own; "" for none."""
     names = vars(sys.modules[modeling])
-    for name in FUNCTIONS:
+    for name in (*FUNCTIONS, MASK):
         function = names.get(name)
         if isinstance(function, FunctionType):
             made_in = function.__globals__.get("__name__", "")  # functools.wraps copies __module__
@@ -62,12 +64,17 @@ def someone_elses_function(modeling: str) -> str:
 def replaced_in_net(forward) -> str:
     """Says what `replaced_below` does of the forward of a net or of its norm, whose SiLU comes from a table, and of the functions that a
     net calls where these are transformers' own."""
+    table = sys.modules[ACTIVATIONS].ACT2FN
+    for name in ("silu", "swish"):
+        silu = getattr(table.get(name), "forward", None)  # the table makes a module of what it is asked for in brackets
+        if silu is not FORWARDS[nn.SiLU] and not is_transformers_own(silu, ACTIVATIONS, "SiLUActivation.forward"):
+            return f"ACT2FN[{name!r}] computes {name_of(silu or table.get(name))}"
     if forward not in _lookups:
         names = getattr(without_decorators(forward), "__globals__", {})
         called = [original_in(names.get(name)) for name in FUNCTIONS]
         own = [each for each in called if getattr(each, "__globals__", {}).get("__name__", "").startswith("transformers.")]
         silu = sys.modules[ACTIVATIONS].SiLUActivation.forward
-        _lookups[forward] = Lookups((forward, silu, *own), (*FUNCTIONS, "apply_mask_to_padding_states"))
+        _lookups[forward] = Lookups((forward, silu, *own), (*FUNCTIONS, MASK))
     return _lookups[forward].replaced()
 
 
@@ -101,7 +108,7 @@ def delta_net_forward(self, kwargs):
         if found is not None and kwargs.get("cu_seq_lens_q") is None:  # transformers' functions take these, or raise
             kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
         return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
-    hidden_states = beside_class(self, "apply_mask_to_padding_states")(hidden_states, attention_mask)
+    hidden_states = beside_class(self, MASK)(hidden_states, attention_mask)
     names = INPUTS if INPUTS[0] in self._modules else INPUTS_BY_KEY_HEAD
     projected = [self._modules[name](hidden_states) for name in names]
     return self.out_proj(mixed_tokens(self, projected, hidden_states.shape, cache, documents).flatten(2))

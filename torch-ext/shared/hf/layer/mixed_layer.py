@@ -26,7 +26,7 @@ from ..parts.modules import is_marked, own_forward
 from ..parts.weights import eps_of, weight_of
 from . import gated_attention
 from .decoder_layer import FusedLayer, Mixed
-from .delta_net import NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
+from .delta_net import MASK, NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
 from .fusable import Groups
 
 __all__ = ["MixedLayer"]
@@ -80,13 +80,16 @@ class MixedLayer(FusedLayer):
         linears = [parts[name] for name in mixer.inputs]
         wider = autocasts(x.device)
         dtype, spec = product_dtype(x) if wider else x.dtype, self.norm(eps_of(norm))
-        found, masked = projections(linears, dtype, wider), sys.modules[self.modeling].apply_mask_to_padding_states
+        found = projections(linears, dtype, wider)
         biased = found is not None and any(each.bias is not None or each.adapter_bias is not None for each in found)
         if found is None or (biased and factors is not None):
-            normed = masked(rms_norm(spec, x, weight_of(norm)), factors)
+            normed = rms_norm(spec, x, weight_of(norm))
+            normed = normed if factors is None else getattr(sys.modules[self.modeling], MASK)(normed, factors)
             return [linear(normed) for linear in linears], x
         *results, residual = norm_projections(x, weight_of(norm), found, spec, dtype)
-        return [masked(result, factors) for result in results], residual  # without a bias, the same as of the input
+        if factors is not None:  # without a bias, factors of the results are those of the input
+            results = [getattr(sys.modules[self.modeling], MASK)(result, factors) for result in results]
+        return results, residual
 
     def projection_groups(self, layer, x) -> Groups:
         """Groups the mixer's projections as `FusedLayer` does attention's; returns none where the mixer is called as a module."""
