@@ -8,6 +8,7 @@ import torch
 from tests.ops.common import BF16, CPU, FP32, errors_in, exact, leaf, randn
 from tests.ops.decoder_nodes import gradient_like, lay_side_by_side, part_of
 from tests.ops.generated import generated
+from tests.ops.layer_norm import layer_norm_exact
 from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
@@ -33,16 +34,34 @@ def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4), b
     return found, wanted
 
 
-def inputs(ops, eps, head_eps, turned_first=False):
-    """Qwen3's description of what stands in front of attention."""
-    spec = part_of(ops, "spec")
-    return spec.Inputs(128, spec.Norm(eps), spec.Norm(head_eps), turned_first=turned_first)
+NORMS = {"layer": 0.0, "layer, 1 + weight": 1.0, "layer, no bias": 0.0}  # kinds of a LayerNorm: what is added to its weight
 
 
-def outputs(ops, eps, alone=""):
-    """Qwen3's description of what follows attention. alone: the activation of an MLP without a gate."""
+def norm_of(ops, eps, kind=""):
+    """The description of a norm, an RMSNorm or one of `NORMS`."""
     spec = part_of(ops, "spec")
-    found = spec.Outputs(before=spec.Norm(eps))
+    return spec.Norm(eps, NORMS[kind], centred=True) if kind else spec.Norm(eps)
+
+
+def norm_exact(x, weight, bias, eps, kind):
+    return layer_norm_exact(x, weight + NORMS[kind], bias, eps) if kind else rms_norm_exact(x, weight, eps)
+
+
+def bias_of(kind, dtype):
+    """The bias of a norm of 1024, None for one without."""
+    return leaf(randn(1024, dtype=dtype, device=CPU, seed=60)) if kind and "no bias" not in kind else None
+
+
+def inputs(ops, eps, head_eps, turned_first=False, norm=""):
+    """Qwen3's description of what stands in front of attention. norm: as of `norm_of`."""
+    spec = part_of(ops, "spec")
+    return spec.Inputs(128, norm_of(ops, eps, norm), spec.Norm(head_eps), turned_first=turned_first)
+
+
+def outputs(ops, eps, alone="", norm=""):
+    """Qwen3's description of what follows attention. alone: the activation of an MLP without a gate; norm: as of `norm_of`."""
+    spec = part_of(ops, "spec")
+    found = spec.Outputs(before=norm_of(ops, eps, norm))
     return found._replace(activation=alone, gated=False) if alone else found
 
 
@@ -66,7 +85,7 @@ def projected(x, projection):
 
 def _assert_gradients(found, wanted, what):
     for mine, exact_one in zip(found, wanted, strict=True):
-        if exact_one is not None:
+        if mine is not None and exact_one is not None:
             assert mine.grad.dtype == mine.dtype
             assert_close(mine.grad, exact_one.grad, BF16, what, 3)  # a, b, the narrow product and what it is added to are rounded
 
@@ -76,9 +95,9 @@ def _leaves(projections):
 
 
 def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, turned_first=False,
-                                     **ranks):
+                                     kind_of_norm="", **ranks):
     """ranks: of `projections_of`. as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as
-    under autocast."""
+    under autocast. kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
@@ -89,14 +108,15 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
     torch.manual_seed(3)
-    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, inputs(ops, 0.5, 0.25, turned_first), BF16)
+    spec, bias = inputs(ops, 0.5, 0.25, turned_first, kind_of_norm), bias_of(kind_of_norm, kind)
+    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, spec, BF16, norm_bias=bias)
     torch.rand(1)  # a random number that is not the operation's
     after = torch.get_rng_state()
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     assert torch.equal(torch.get_rng_state(), after), "the backward pass left the generator elsewhere"
-    x64, norm64, norms64 = exact(x), exact(norm), [exact(n) for n in norms]
-    normed = rms_norm_exact(x64, norm64, 0.5)
+    x64, norm64, norms64, bias64 = exact(x), exact(norm), [exact(n) for n in norms], None if bias is None else exact(bias)
+    normed = norm_exact(x64, norm64, bias64, 0.5, kind_of_norm)
     torch.manual_seed(3)
     q64, k64, v64 = (projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
     heads, angles64 = [q64.transpose(1, 2), k64.transpose(1, 2)], (cos.double(), sin.double())
@@ -107,40 +127,42 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     for found, wanted in zip(results, results64, strict=True):
         assert_close(found, wanted, BF16, "projected attention's inputs", 2)
     assert [r.dtype for r in results] == [BF16, BF16, BF16, kind]
-    _assert_gradients((x, norm, *norms), (x64, norm64, *norms64), "gradient of projected attention's inputs")
+    _assert_gradients((x, norm, bias, *norms), (x64, norm64, bias64, *norms64), "gradient of projected attention's inputs")
     _assert_gradients(_leaves(projections), _leaves(projections64), "gradient of a projection")
 
 
 def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
-                        biases=False, tile=0, tokens=3, alone=""):
-    """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`."""
+                        biases=False, tile=0, tokens=3, alone="", kind_of_norm=""):
+    """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`; kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
+    bias = bias_of(kind_of_norm, kind)
     shapes = [(1024, 64)] * attended + [(inner, 1024)] * (1 if alone else 2) + [(1024, inner)]
     projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(tokens, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
     if frozen:
-        for tensor in (x, norm, before, *_leaves(projections)[:-4]):
+        for tensor in (x, norm, bias, before, *_leaves(projections)[:-4]):
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5, alone), before, dtype=BF16, recompute=recompute, tile=tile)
+    spec, options = outputs(ops, 0.5, alone, kind_of_norm), {"dtype": BF16, "recompute": recompute, "tile": tile, "before_bias": bias}
+    y = nodes.norm_mlp(x, norm, projections, spec, before, **options)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
-    x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
+    x64, norm64, before64, bias64 = exact(x), exact(norm), exact(before) if attended else None, None if bias is None else exact(bias)
     torch.manual_seed(3)
     total = x64 + projected(before64, projections64[0]) if attended else x64
-    normed = rms_norm_exact(total, norm64, 0.5)
+    normed = norm_exact(total, norm64, bias64, 0.5, kind_of_norm)
     gate, *up = (projected(normed, projection) for projection in projections64[attended:-1])
     hidden = ALONE[alone](gate) if alone else torch.nn.functional.silu(gate) * up[0]
     y64 = total + projected(hidden, projections64[-1])
     y64.backward(dy.double())
     assert y.dtype == kind
     assert_close(y, y64, BF16, "norm and projected MLP", 2)
-    found, wanted = (x, norm, before, *_leaves(projections)), (x64, norm64, before64, *_leaves(projections64))
+    found, wanted = (x, norm, bias, before, *_leaves(projections)), (x64, norm64, bias64, before64, *_leaves(projections64))
     pairs = [(mine, other) for mine, other in zip(found, wanted, strict=True) if mine is not None and mine.requires_grad]
     _assert_gradients(*zip(*pairs, strict=True), "gradient of norm and projected MLP")
 
@@ -168,6 +190,16 @@ CHECKS = {
     "turned_first_packed": functools.partial(check_projected_attention_inputs, turned_first=True, packed=True),
     "turned_first_autocast": functools.partial(check_projected_attention_inputs, turned_first=True, autocast=True),
     "turned_first_replayed": functools.partial(check_projected_attention_inputs, turned_first=True, as_attention=True),
+    **{f"inputs behind {kind}": functools.partial(check_projected_attention_inputs, kind_of_norm=kind) for kind in NORMS},
+    "inputs behind layer, packed": functools.partial(check_projected_attention_inputs, kind_of_norm="layer", packed=True),
+    "inputs behind layer, autocast": functools.partial(check_projected_attention_inputs, kind_of_norm="layer", autocast=True),
+    "inputs behind layer, replayed": functools.partial(check_projected_attention_inputs, kind_of_norm="layer", as_attention=True),
+    **{f"mlp behind {kind}": functools.partial(check_projected_mlp, kind_of_norm=kind) for kind in NORMS},
+    "mlp behind layer, attended": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, alone="gelu_tanh"),
+    "mlp behind layer, again": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, recompute=True),
+    "mlp behind layer, autocast": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, autocast=True),
+    "mlp behind layer, frozen": functools.partial(check_projected_mlp, kind_of_norm="layer", frozen=True),
+    "mlp behind layer, tiles": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, **TILES),
     "projected_mlp": check_projected_mlp,
     **{f"mlp_{name}": functools.partial(check_projected_mlp, attended=True, alone=name) for name in ALONE},
     "mlp_relu2_biases": functools.partial(check_projected_mlp, biases=True, alone="relu2"),
@@ -275,10 +307,18 @@ MUTANTS = [
          ("attended is None else saved.total", "attended is None else 2 * saved.total", "projected_mlp_attended")),
     *errors_in(STEPS, "projected_inputs", "inputs_forward",
          ("norm_forward(spec.norm, x, norm, group",
-          "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast")),
+          "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast"),
+         ("group.group.dtype, bias)", "group.group.dtype)", "inputs behind layer")),
+    *errors_in("shared/decoder/norms.py", "inputs behind layer, 1 + weight", "_affine", ("weight + norm.offset if", "weight if")),
+    *errors_in("shared/decoder/norms.py", "mlp behind layer, attended", "add_norm_forward",
+         ("(residual, x, alpha", "(0 * residual, x, alpha")),
+    *errors_in("shared/decoder/norms.py", "inputs behind layer", "add_norm_backward",
+         ("dx.add_(dtotal)", "dx"),
+         ("dweight, dbias\n", "dbias, dweight\n")),
+    *errors_in("shared/decoder/norms.py", "inputs behind layer", "normed_again", ("weight, dtype, bias)", "weight, dtype)")),
     *errors_in(PROJECTIONS, "projected_inputs", "normed_input_backward",
          ("add_norm_backward(spec, dy, dresidual", "add_norm_backward(spec, dy, torch.zeros_like(dresidual)"),
-         ("partial(normed_again, spec, x, norm, rstd, projections.group.dtype)", "partial(x.to, projections.group.dtype)")),
+         ("partial(normed_again, spec, x, norm, rstd, projections.group.dtype, bias)", "partial(x.to, projections.group.dtype)")),
     *errors_in(STEPS, "projected_inputs", "inputs_backward",
          ("wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm)", "wanted(need.q_norm, dk_norm), wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
@@ -321,7 +361,8 @@ MUTANTS = [
          ("dy[rows] = part", "dy[rows] = 0 * part"),
          ("of_down.add(down)", "of_down.add([each._replace(b=-each.b) for each in down])", "projected_mlp_tiles_frozen")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "mlp_backward",
-         ("saved.rstd[rows]", "saved.rstd[: rows.stop - rows.start]"),
+         ("saved.rstd[..., rows]", "saved.rstd[: rows.stop - rows.start]"),
+         ("tensors.before_bias)\n\n", "None)\n\n", "mlp behind layer, tiles"),
          ("normed_again(spec.before, total[rows]", "normed_again(spec.before, total[: rows.stop - rows.start]")),
     *errors_in(MLP_STEPS, "projected_mlp", "mlp_backward",
          ("gate, up = gate_and_up(inner.again(", "up, gate = gate_and_up(inner.again(", "projected_mlp_again"),

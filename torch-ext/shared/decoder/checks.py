@@ -9,7 +9,7 @@ import torch
 
 from ..ops.arguments import describe, fail, need_floats
 from .projection import Projection, check_projection
-from .spec import Inputs
+from .spec import Inputs, Norm
 from .steps import InputTensors, OutputTensors
 
 __all__ = ["check_attended", "check_expert_adapter", "check_inputs", "check_like", "check_mlp", "check_stream", "split_groups"]
@@ -23,13 +23,14 @@ def split_groups(projections: Sequence, has_o: bool) -> list:
 
 def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], sizes: Sequence[int], dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, norm, q_norm, k_norm, cos, sin = tensors
+    x, norm, q_norm, k_norm, cos, sin, norm_bias = tensors
     head_dim = spec.head_dim
     if x.dim() < 2 or x.shape[:-1].numel() != sizes[0] * sizes[1]:
         fail("x", describe(x), f"[..., hidden] with {sizes[0]} * {sizes[1]} tokens")
     if len(projections) != (3 if spec.rows is None else 1):
         fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
     check_stream(x, norm, "norm_weight", dtype)
+    _check_bias(x, "norm_bias", norm_bias, spec.norm, norm)
     for i, projection in enumerate(projections):
         check_projection(f"projections[{i}]", projection, spec.rows and sum(spec.rows), x.shape[-1], dtype, x.device)
         if spec.rows is None and projection.weight.shape[0] % head_dim:
@@ -52,9 +53,10 @@ def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Proj
 
 def check_mlp(spec: tuple, tensors: OutputTensors, projections: Sequence[Projection], sizes, dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, attended, after, before, behind = tensors
+    x, attended, after, before, behind, before_bias = tensors
     for name, weight in (("before", before), ("after", after), ("behind", behind)):
         check_stream(x, weight, name, dtype)
+    _check_bias(x, "before_bias", before_bias, spec.outputs.before, before)  # type: ignore[attr-defined]
     has_o = attended is not None
     gated = spec.outputs.gated  # type: ignore[attr-defined]
     if len(projections) - has_o not in ((2, 3) if gated else (2,)):
@@ -95,6 +97,13 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
         fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
     check_like(x, name, norm, tuple(x.shape[-1:]))
+
+
+def _check_bias(x: torch.Tensor, name: str, bias: Optional[torch.Tensor], norm: Norm, weight: Optional[torch.Tensor]) -> None:
+    """Raises ValueError for a norm's bias, unless it is None, that does not fit, or whose norm is no LayerNorm."""
+    check_like(x, name, bias, tuple(x.shape[-1:]))
+    if bias is not None and (weight is None or not norm.centred):
+        fail(name, describe(bias), "None, for the norm is no LayerNorm")
 
 
 def check_expert_adapter(x: torch.Tensor, name: str, tensors: Any, experts: int, rows: int, columns: int) -> None:

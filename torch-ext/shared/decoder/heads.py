@@ -172,9 +172,9 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     makes that again)."""
     q, k, q_norm, k_norm, cos, sin = heads
     if heads.q_norm is not None and is_fused(spec):
-        return (*qk_norm_rotary_forward(*heads, *spec.heads, spec.turned), None, None)
+        return (*qk_norm_rotary_forward(*heads, *spec.heads[:3], spec.turned), None, None)
     if _is_row_kernel(spec, heads):
-        found = row_norm_kernels.forward(*heads, *spec.heads)
+        found = row_norm_kernels.forward(*heads, *spec.heads[:3])
         return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2], found[3]
     q_rstd = k_rstd = None
     if spec.turned_first:

@@ -279,11 +279,13 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     if tile:
 
         def normed_rows(rows: slice) -> torch.Tensor:
-            return normed_again(spec.before, total[rows], tensors.before, None if saved.rstd is None else saved.rstd[rows], dtype)
+            rstd = None if saved.rstd is None else saved.rstd[..., rows]
+            return normed_again(spec.before, total[rows], tensors.before, rstd, dtype, tensors.before_bias)
 
         dy, of_inner, of_down = _tiled_backward(spec, dbranch, normed_rows, groups, needs, need_total, tile)
     else:
-        normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
+        of_norm = tensors.before, saved.rstd, dtype, tensors.before_bias
+        normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, *of_norm)
         gate, up = saved.gate, saved.up
         if gate is None:
             normed = always(normed())
@@ -293,4 +295,5 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     if dy is not None:
         joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
-    return OutputTensors._make([*join[:-1], dbehind]), OutputGroups(join.o, of_inner, of_down)
+    gradients = OutputTensors(join.total, join.attended, join.after, join.before, dbehind, join.before_bias)  # type: ignore[arg-type]
+    return gradients, OutputGroups(join.o, of_inner, of_down)

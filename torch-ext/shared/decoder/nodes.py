@@ -49,8 +49,8 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- in PyTorch
 def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Sequence[int], dtype):
     """Computes `norm_attention_inputs` with PyTorch's operations."""
-    x, norm, q_norm, k_norm, cos, sin = tensors
-    y = (x if norm is None else norm_reference(spec.norm, x, norm)).to(dtype)
+    x, norm, q_norm, k_norm, cos, sin, bias = tensors
+    y = (x if norm is None else norm_reference(spec.norm, x, norm, bias)).to(dtype)
     projected = [projection_reference(y, projection) for projection in projections]
     q, k, v = (p.view(*sizes, -1, spec.head_dim) for p in (projected if spec.rows is None else projected[0].split(spec.rows, -1)))
     return (*heads_reference(spec, Heads(q, k, q_norm, k_norm, cos, sin)), v.transpose(1, 2), x)
@@ -67,11 +67,11 @@ def add_branch_reference(
 def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Tensors, sizes, dtype) -> torch.Tensor:
     """Computes `norm_mlp` with PyTorch's operations."""
     outputs = spec.outputs
-    x, attended, after, before, behind = tensors
+    x, attended, after, before, behind, bias = tensors
     if attended is not None:
         o, *projections = projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), outputs.after, after, outputs.multiplier)
-    y = (x if before is None else norm_reference(outputs.before, x, before)).to(dtype)
+    y = (x if before is None else norm_reference(outputs.before, x, before, bias)).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
     branch = projection_reference(gated_reference(*gate_and_up(products, outputs.gated), outputs.activation), down)
@@ -138,6 +138,7 @@ def norm_attention_inputs(
     spec: Inputs,
     dtype: Optional[torch.dtype] = None,
     products: str = "bf16",
+    norm_bias: Optional[torch.Tensor] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes queries, keys and values as attention takes them from norm(x), and returns x for the residual connection.
 
@@ -154,6 +155,7 @@ def norm_attention_inputs(
         spec: the description.
         dtype: of the products and of q, k and v; by default that of PyTorch's products of x.
         products: as of `Node.__call__`.
+        norm_bias: [hidden], of x's dtype, the bias of a LayerNorm, or None.
 
     Returns:
         q, k, v [batch, heads, tokens, head_dim] and x.
@@ -161,7 +163,7 @@ def norm_attention_inputs(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit.
     """
-    tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
+    tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin, norm_bias)
     return _inputs_node(spec, tensors, (projections,), tuple(shape), dtype or product_dtype(x), products)
 
 
@@ -281,6 +283,7 @@ def norm_mlp(
     recompute: bool = False,
     products: str = "bf16",
     tile: int = 0,
+    before_bias: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Computes total + behind(down(act(gate(n)) * up(n))) with n = before(total), total = x or, with `attended`, x + after(o(attended)).
 
@@ -298,6 +301,7 @@ def norm_mlp(
         products: as of `Node.__call__`.
         tile: the tokens for which gate and up exist at a time, in both passes, a multiple of `TILE_OF`, or 0 for all; more than x has is
             as 0. With dropout in adapters, or in eight bits, it is ignored (`why_not_tiled`).
+        before_bias: [hidden], of x's dtype, the bias of a LayerNorm before, or None.
 
     Returns:
         [..., hidden], of x's dtype.
@@ -305,6 +309,7 @@ def norm_mlp(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit.
     """
-    tensors, groups = OutputTensors(x, attended, after, before, behind), split_groups(projections, attended is not None)
+    tensors = OutputTensors(x, attended, after, before, behind, before_bias)
+    groups = split_groups(projections, attended is not None)
     tile = tile if 0 < tile < x.numel() // max(x.shape[-1], 1) else 0
     return _mlp_node(MLPSpec(spec, bool(recompute), tile), tensors, groups, (), dtype or product_dtype(x), products)

@@ -15,7 +15,7 @@ from .node import Given, Gradients, Node
 from .nodes import product_dtype
 from .norms import norm_forward, norm_reference
 from .projection import Projection, check_projection, flat_parts, needs_in_parts, projection_reference
-from .projections import NormedInput, Projections, normed_input_backward
+from .projections import NormedInput, NormedInputGradients, Projections, normed_input_backward
 from .spec import Norm
 from .steps import shaped
 
@@ -68,8 +68,8 @@ def _backward(given: Given, grads: Sequence[torch.Tensor], saved: Saved, need: G
     flat = x.reshape(-1, x.shape[-1])
     normed = NormedInput(layout.spec, flat, norm, saved.rstd, dstream.reshape(flat.shape))
     rows = [grad.contiguous().view(-1, count) for grad, count in zip(grads, group.rows)]
-    dx, dnorm, dparts = normed_input_backward(rows, normed, projections, need.tensors, needs_in_parts(need.parts))
-    return Gradients(Stream._make([shaped(dx, x), dnorm]), flat_parts(dparts))
+    found = normed_input_backward(rows, normed, projections, NormedInputGradients(*need.tensors), needs_in_parts(need.parts))
+    return Gradients(Stream(shaped(found.x, x), found.norm), flat_parts(found.projections))
 
 
 _node = Node(

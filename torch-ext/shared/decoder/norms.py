@@ -1,16 +1,17 @@
-"""RMSNorm as a description has it: `ops.rms_norm`'s steps and operations with a `Norm` instead of numbers."""
+"""RMSNorm and LayerNorm as a description has them: the steps and operations of `ops.rms_norm` and `ops.layer_norm` with a `Norm` instead of
+numbers. bias: of a LayerNorm, or None. rstd: of a LayerNorm, its mean and rstd, [2, at least rows]."""
 
 from typing import Optional, Tuple
 
 import torch
 
-from ..ops import residual_norm
+from ..ops import layer_norm, residual_norm
 from ..ops import rms_norm as norms
 from .spec import Norm
 
 __all__ = [
-    "add_norm_backward", "add_norm_forward", "add_rms_norm", "is_plain", "norm_add_forward", "norm_add_norm_forward", "norm_backward",
-    "norm_forward", "norm_reference", "normed_again", "rms_norm",
+    "add_norm_backward", "add_norm_forward", "add_rms_norm", "any_norm", "is_plain", "norm_add_forward", "norm_add_norm_forward",
+    "norm_backward", "norm_forward", "norm_reference", "normed_again", "rms_norm",
 ]  # fmt: skip
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -23,26 +24,38 @@ def is_plain(norm: Norm) -> bool:
     return norm.rounds == "first" and not norm.offset
 
 
-def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _affine(norm: Norm, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> Pair:
+    """The weight and the bias that a LayerNorm computes with. Nemotron adds 1 to the weight in the weight's own dtype."""
+    return weight + norm.offset if norm.offset else weight, torch.zeros_like(weight) if bias is None else bias
+
+
+def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """A norm in PyTorch, which can differentiate it."""
+    if norm.centred:
+        return layer_norm.layer_norm_reference(x, *_affine(norm, weight, bias), norm.eps)[0]
     return norms.rms_norm_reference(x, weight, norm.eps, None, norm.offset, norm.rounds)[0]
 
 
-def norm_forward(norm: Norm, x: torch.Tensor, weight: torch.Tensor, dtype: Optional[torch.dtype] = None) -> Pair:
+def norm_forward(
+    norm: Norm, x: torch.Tensor, weight: torch.Tensor, dtype: Optional[torch.dtype] = None, bias: Optional[torch.Tensor] = None
+) -> Pair:
     """(y, rstd). dtype: of y."""
+    if norm.centred:
+        y, statistics = layer_norm.layer_norm_forward(x, *_affine(norm, weight, bias), norm.eps)
+        return y.to(dtype or y.dtype), statistics
     return norms.rms_norm_forward(x, weight, norm.eps, dtype, norm.offset, norm.rounds)
 
 
-def norm_again(norm: Norm, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    """The y that `norm_forward` gave of x, bit for bit."""
-    return norms.rms_norm_recompute(x, weight, rstd, dtype, norm.offset, norm.rounds)
-
-
 def normed_again(
-    norm: Norm, x: torch.Tensor, weight: Optional[torch.Tensor], rstd: Optional[torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """The normalised input of projections, bit for bit; x in a dtype where there is no norm."""
-    return x.to(dtype) if weight is None or rstd is None else norm_again(norm, x, weight, rstd, dtype)
+    norm: Norm, x: torch.Tensor, weight: Optional[torch.Tensor], rstd: Optional[torch.Tensor], dtype: torch.dtype,
+    bias: Optional[torch.Tensor] = None,
+) -> torch.Tensor:  # fmt: skip
+    """The normalised input of projections that `norm_forward` gave of x, bit for bit; x in a dtype where there is no norm."""
+    if weight is None or rstd is None:
+        return x.to(dtype)
+    if norm.centred:
+        return norm_forward(norm, x, weight, dtype, bias)[0]
+    return norms.rms_norm_recompute(x, weight, rstd, dtype, norm.offset, norm.rounds)
 
 
 def norm_backward(norm: Norm, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
@@ -50,8 +63,13 @@ def norm_backward(norm: Norm, dy: torch.Tensor, x: torch.Tensor, weight: torch.T
     return norms.rms_norm_backward(dy, x, weight, rstd, need_dweight, norm.offset)
 
 
-def add_norm_forward(norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, multiplier: float = 1.0) -> Triple:
+def add_norm_forward(
+    norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, multiplier: float = 1.0, bias: Optional[torch.Tensor] = None
+) -> Triple:
     """(total, y, rstd) of total = residual + multiplier * x; y is of x's dtype, total of residual's."""
+    if norm.centred:
+        total = torch.add(residual, x, alpha=multiplier)
+        return (total, *norm_forward(norm, total, weight, x.dtype, bias))
     return norms.add_rms_norm_forward(x, residual, weight, norm.eps, None, norm.offset, norm.rounds, multiplier)
 
 
@@ -68,15 +86,26 @@ def norm_add_norm_forward(
 
 
 def add_norm_backward(
-    norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
-) -> Pair:
-    """(dx + dtotal, dweight); x: what was normalised."""
-    return norms.add_rms_norm_backward(dy, dtotal, x, weight, rstd, need_dweight, norm.offset)
+    norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need: bool
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(dx + dtotal, dweight, dbias), the last one None of an RMSNorm; x: what was normalised; need: whether of weight or bias."""
+    if norm.centred:
+        scale, _ = _affine(norm, weight, weight)
+        dx, dweight, dbias = layer_norm.layer_norm_backward(dy.to(x.dtype), x, scale, rstd, need)
+        return dx.add_(dtotal), dweight, dbias
+    return (*norms.add_rms_norm_backward(dy, dtotal, x, weight, rstd, need, norm.offset), None)
 
 
 def add_rms_norm(norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
     """(y, total) as a differentiable operation; x and residual of one dtype."""
     return norms.add_rms_norm(x, residual, weight, norm.eps, norm.offset, norm.rounds)
+
+
+def any_norm(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """y of either kind as a differentiable operation."""
+    if norm.centred:
+        return layer_norm.layer_norm(x, *_affine(norm, weight, bias), norm.eps)
+    return rms_norm(norm, x, weight)
 
 
 def rms_norm(norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

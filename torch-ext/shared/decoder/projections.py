@@ -6,7 +6,7 @@ no mask: the generator's state before it is kept, and the backward pass draws th
 """
 
 from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
@@ -21,7 +21,10 @@ from .norms import add_norm_backward, normed_again
 from .projection import FP32, CodedWeight, Group, PartNeeds, Parts, in_parts
 from .spec import Norm
 
-__all__ = ["Copies", "NormedInput", "Projections", "all_made", "normed_input_backward", "of_second_half", "of_second_half_loaded"]
+__all__ = [
+    "Copies", "NormedInput", "NormedInputGradients", "Projections", "all_made", "normed_input_backward", "of_second_half",
+    "of_second_half_loaded",
+]  # fmt: skip
 
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -323,37 +326,44 @@ class Projections:
 # ---------------------------------------------------------------- of a normalised input
 class NormedInput(NamedTuple):
     """Holds what the projections' input was before its norm. spec: of the norm. x: [tokens, hidden]. norm, rstd: the norm's weight and what
-    it saved, None without a norm. dresidual: the gradient that reaches x past the projections."""
+    it saved, None without a norm. dresidual: the gradient that reaches x past the projections. bias: the norm's, or None."""
 
     spec: Norm
     x: torch.Tensor
     norm: Optional[torch.Tensor]
     rstd: Optional[torch.Tensor]
     dresidual: torch.Tensor
+    bias: Optional[torch.Tensor] = None
+
+
+class NormedInputGradients(NamedTuple):
+    """The gradients of x, of the norm's weight and bias, and of the projections, or of the first three whether they are needed; None for
+    those that are not."""
+
+    x: Any
+    norm: Any
+    bias: Any = None
+    projections: Sequence[Parts] = ()
 
 
 def normed_input_backward(
-    grads: Sequence[torch.Tensor], given: NormedInput, projections: Projections, need: Tuple[bool, bool], needs: Sequence[PartNeeds],
+    grads: Sequence[torch.Tensor], given: NormedInput, projections: Projections, need: NormedInputGradients, needs: Sequence[PartNeeds],
     together: Optional[torch.Tensor] = None,
-) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], List[Parts]]:  # fmt: skip
-    """Returns the gradients of x, of the norm's weight and of the projections, None for those that are not needed.
-
-    grads: of the projections' results, [tokens, out] each. need: of x and of the norm's weight; needs: of the projections' tensors.
-    together: as of `Projections.input_gradient`.
-    """
-    spec, x, norm, rstd, dresidual = given
-    need_x, need_norm = need
+) -> NormedInputGradients:  # fmt: skip
+    """Returns the gradients. grads: of the projections' results, [tokens, out] each; needs: of the projections' tensors; together: as of
+    `Projections.input_gradient`."""
+    spec, x, norm, rstd, dresidual, bias = given
     dlow = projections.low_gradient(grads)
-    found = projections.gradients(grads, dlow, partial(normed_again, spec, x, norm, rstd, projections.group.dtype), needs, together)
-    dx: Optional[torch.Tensor] = None
-    dnorm: Optional[torch.Tensor] = None
-    if need_x or need_norm:
+    found = projections.gradients(grads, dlow, partial(normed_again, spec, x, norm, rstd, projections.group.dtype, bias), needs, together)
+    dx = dnorm = dbias = None
+    if need.x or need.norm or need.bias:
         dy = projections.input_gradient(grads, dlow, together)
         if norm is None or rstd is None:
             dx = dresidual + dy
         else:
-            dx, dnorm = add_norm_backward(spec, dy, dresidual, x, norm, rstd, need_norm)
-    return dx if need_x else None, dnorm if need_norm else None, found
+            dx, dnorm, dbias = add_norm_backward(spec, dy, dresidual, x, norm, rstd, need.norm or need.bias)
+    of_norm = dnorm if need.norm else None, dbias if need.bias else None
+    return NormedInputGradients(dx if need.x else None, *of_norm, found)
 
 
 # ---------------------------------------------------------------- of the half that follows attention

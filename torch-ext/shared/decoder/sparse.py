@@ -71,6 +71,11 @@ class SparseTensors(NamedTuple):
     down_b: Optionals
 
     @property
+    def before_bias(self) -> None:
+        """None: experts behind a LayerNorm are called."""
+        return None
+
+    @property
     def factors(self) -> ExpertFactors:
         """a and b of both adapters, or their gradients, or which of these are needed."""
         return ExpertFactors(Factors(self.gate_up_a, self.gate_up_b), Factors(self.down_a, self.down_b))

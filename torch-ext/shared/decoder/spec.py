@@ -16,12 +16,14 @@ __all__ = ["Inputs", "Norm", "Outputs", "constants_of", "spec_of"]
 
 
 class Norm(NamedTuple):
-    """How an RMSNorm computes. offset: added to its weight. rounds: "first", normalise, round, multiply; or "last", multiply and
-    round."""
+    """How a norm computes. offset: added to its weight. rounds: of an RMSNorm, "first", normalise, round, multiply; or "last", multiply and
+    round. centred: whether it is a LayerNorm, which takes the mean off first, may have a bias, and rounds last. Only the norms in front of
+    the projections may be LayerNorms, `Inputs.norm` and `Outputs.before`."""
 
     eps: float = 1e-6
     offset: float = 0.0
     rounds: str = "first"
+    centred: bool = False
 
 
 class Inputs(NamedTuple):

@@ -15,7 +15,7 @@ from ..ops.swiglu import are_few
 from .heads import Heads, SavedHeads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
-from .projections import NormedInput, Projections, normed_input_backward
+from .projections import NormedInput, NormedInputGradients, Projections, normed_input_backward
 from .spec import Inputs, Outputs
 
 __all__ = [
@@ -39,7 +39,7 @@ def wanted(need: bool, gradient: Optional[torch.Tensor]) -> Optional[torch.Tenso
 # ---------------------------------------------------------------- in front of attention
 class InputTensors(NamedTuple):
     """What the first node reads beside its projections: x [tokens, hidden]; the norms' weights, None for those that are absent; the angles,
-    None where nothing is turned."""
+    None where nothing is turned; and the bias of `norm`, which only a LayerNorm may have."""
 
     x: torch.Tensor
     norm: Optionals
@@ -47,6 +47,7 @@ class InputTensors(NamedTuple):
     k_norm: Optionals
     cos: Optionals
     sin: Optionals
+    norm_bias: Optionals = None
 
 
 class InputResults(NamedTuple):
@@ -83,9 +84,9 @@ def in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[in
 
 def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], group: Projections, out: Optionals = None) -> InputResults:
     """shape: (batch, tokens of one sequence). out: as of `Projections.forward`."""
-    x, norm, q_norm, k_norm, cos, sin = tensors
+    x, norm, q_norm, k_norm, cos, sin, bias = tensors
     rstd: Optionals
-    y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype)
+    y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype, bias)
     # Without norms q and k as projected are not needed any more; v, a part of what they are in, would keep them.
     in_one = q_norm is not None or are_few(x.shape[0])
     projected = group.forward(y, in_one, out=out)
@@ -105,7 +106,7 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
                     need: Any, needs: Sequence[PartNeeds]) -> Tuple[InputTensors, List[Parts]]:
     """The gradients, None for those that are not needed. grads: of q_out, k_out, v and the residual; need: whether each of the tensors
     needs one; needs: the projections'."""
-    x, norm, q_norm, k_norm, cos, sin = tensors
+    x, norm, q_norm, k_norm, cos, sin, bias = tensors
     dq_out, dk_out, dv, dresidual = grads
     tokens, rows, dv = x.shape[0], spec.rows or group.group.rows, dv.transpose(1, 2)
     heads, rstds = SavedHeads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
@@ -122,23 +123,25 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
         dv_place.copy_(dv)
         _, _, dq_norm, dk_norm = heads_backward(spec, dq_out, dk_out, heads, rstds, need_heads, (dq, dk))
         grads = (together,) if packed else grads
-    normed = NormedInput(spec.norm, x, norm, saved.rstd, dresidual)
-    dx, dnorm, dprojections = normed_input_backward(grads, normed, group, (need.x, need.norm), needs, together)
-    found: Sequence = (dx, dnorm, wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm), None, None)
-    return InputTensors._make(found), dprojections
+    normed = NormedInput(spec.norm, x, norm, saved.rstd, dresidual, bias)
+    of_input = NormedInputGradients(need.x, need.norm, need.norm_bias)
+    dx, dnorm, dbias, dprojections = normed_input_backward(grads, normed, group, of_input, needs, together)
+    found: Sequence = (dx, dnorm, wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm), None, None, dbias)
+    return InputTensors._make(found), list(dprojections)
 
 
 # ---------------------------------------------------------------- after attention: the first residual connection
 class OutputTensors(NamedTuple):
     """What the second node reads beside its projections: x [..., hidden], flat in a backward pass, where it is the residual stream after
     attention; attention's output [tokens, features] or [batch, tokens, heads, head_dim], None where x has it already; the norms' weights,
-    None for those that are absent."""
+    None for those that are absent; and the bias of `before`, which only a LayerNorm may have."""
 
     x: torch.Tensor
     attended: Optionals
     after: Optionals
     before: Optionals
     behind: Optionals
+    before_bias: Optionals = None
 
 
 class Joined(NamedTuple):
@@ -160,6 +163,7 @@ class JoinedGradients(NamedTuple):
     after: Optionals
     before: Optionals
     o: List[Parts]
+    before_bias: Optionals = None
 
 
 def flat_heads(attended: torch.Tensor) -> torch.Tensor:
@@ -173,7 +177,7 @@ def scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
 
 def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections], dtype: torch.dtype) -> Joined:
     """Attention's branch, added to the residual stream, and the norm of the sum. dtype: of the products."""
-    x, norm = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before
+    x, norm, bias = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before, tensors.before_bias
     branch = kept = o_rstd = rstd = None
     if o is not None and tensors.attended is not None:
         (branch,) = o.forward(flat_heads(tensors.attended))
@@ -187,13 +191,13 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
             kept = branch
             branch, o_rstd = norm_forward(spec.after, kept, tensors.after, dtype)
     if branch is not None and norm is not None:  # a GEMM that adds would first copy what it adds to
-        total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier)
+        total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier, bias)
         return Joined(total, y, kept, rstd, o_rstd)
     total = x if branch is None else torch.add(x, branch, alpha=spec.multiplier)
     if norm is None:
         y = total.to(dtype)
     else:
-        y, rstd = norm_forward(spec.before, total, norm, dtype)
+        y, rstd = norm_forward(spec.before, total, norm, dtype, bias)
     return Joined(total, y, kept, rstd, o_rstd)
 
 
@@ -201,12 +205,13 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
                   need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
     """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. need: whether each of the tensors
     needs a gradient; None for what does not."""
-    dbefore = dafter = dattended = None
+    dbefore = dbias = dafter = dattended = None
     do = [Parts()] * len(need_o)
     if tensors.before is None or joined.rstd is None:
         dtotal = dtotal + dy
     else:
-        dtotal, dbefore = add_norm_backward(spec.before, dy, dtotal, joined.total, tensors.before, joined.rstd, need.before)
+        need_norm = need.before or need.before_bias
+        dtotal, dbefore, dbias = add_norm_backward(spec.before, dy, dtotal, joined.total, tensors.before, joined.rstd, need_norm)
     if o is not None and tensors.attended is not None and (need.attended or need.after or needs_any(need_o)):
         branch = scaled(dtotal, spec.multiplier).to(o.group.dtype)
         if tensors.after is not None and joined.o is not None and joined.o_rstd is not None:
@@ -214,7 +219,8 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
         dlow = o.low_gradient((branch,))
         do = o.gradients((branch,), dlow, always(flat_heads(tensors.attended)), need_o)
         dattended = o.input_gradient((branch,), dlow).view(tensors.attended.shape) if need.attended else None
-    return JoinedGradients(wanted(need.x, dtotal), dattended, wanted(need.after, dafter), wanted(need.before, dbefore), do)
+    of_norms = wanted(need.after, dafter), wanted(need.before, dbefore), do, wanted(need.before_bias, dbias)
+    return JoinedGradients(wanted(need.x, dtotal), dattended, *of_norms)
 
 
 def needs_any(needs: Sequence[PartNeeds]) -> bool:
@@ -223,4 +229,4 @@ def needs_any(needs: Sequence[PartNeeds]) -> bool:
 
 def need_join(need: Any, need_o: Sequence[PartNeeds]) -> bool:
     """Tells whether anything in front of the MLP or the experts needs a gradient. need: whether each of the tensors does."""
-    return bool(need.x or need.attended or need.after or need.before or needs_any(need_o))
+    return bool(need.x or need.attended or need.after or need.before or need.before_bias or needs_any(need_o))

@@ -1,9 +1,11 @@
 """LayerNorm: y = weight * (x - mean) * rstd + bias over the last dimensions (arXiv 1607.06450)."""
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
+from torch.nn import functional as F
 
+from ..runtime import launch
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
@@ -12,7 +14,7 @@ from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
 
-__all__ = ["layer_norm"]
+__all__ = ["layer_norm", "layer_norm_backward", "layer_norm_forward", "layer_norm_reference"]
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
 # (kernel_src/layer_norm.py).
@@ -51,8 +53,13 @@ _row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=_
 _columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
 
 
+def statistics_of(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor for the mean and the rstd of each row of x, [2, at least `rows`], not filled: kernels take both at aligned addresses."""
+    return per_row(x, 2, -(-rows // 4) * 4)
+
+
 def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd) in PyTorch."""
+    """(y, mean, rstd) in PyTorch, which can differentiate y."""
     xf = x.to(accumulation_dtype(x.dtype))
     mean = xf.mean(-1, keepdim=True)
     deviation = xf - mean
@@ -70,24 +77,34 @@ def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tens
     return dx.to(x.dtype), torch.stack([sum_of_rows(t) for t in (d * n, d)]).to(weight.dtype)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if not kernels_take(x, weight, bias):
-        return layer_norm_reference(x, weight, bias, eps)
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(y, statistics), whose rows are the mean and the rstd of each row of x."""
     n = x.shape[-1]
+    count = x.numel() // n if n else 0
+    statistics = statistics_of(x, count)
+    if not _fits(x, weight, bias):
+        y, *found = layer_norm_reference(x, weight, bias, eps)
+        return y, statistics.copy_(F.pad(torch.stack(found), (0, statistics.shape[1] - count)))
     rows, weight, bias = rows_of(x, n), rows_of(weight, n)[0], rows_of(bias, n)[0]
-    y, mean, rstd = new_like(rows), per_row(x, rows.shape[0]), per_row(x, rows.shape[0])
+    y, (mean, rstd) = new_like(rows), statistics[:, :count]
     kernel = _exact_forward_kernel if weight.dtype == x.dtype and n in EXACT.get(x.dtype, ()) else _forward_kernel
     for part in slabs(rows):
         kernel(rows[part], weight, bias, y[part], mean[part], rstd[part], eps)
-    return y.view(x.shape), mean, rstd
+    return y.view(x.shape), statistics
+
+
+def _fits(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether kernels take this, and the package has them: a decoder's may run without."""
+    return kernels_take(x, *parameters, others=others) and "layer_norm" in launch.backend.artifacts.operations()
 
 
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, statistics: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(dx, [dweight, dbias]); the second is empty unless it is needed."""
+    """(dx, [dweight, dbias]); the second is empty unless it is needed. statistics: of `_forward`."""
     nothing = weight.new_empty(0)
-    if not kernels_take(x, weight, others=(dy,)):
+    mean, rstd = statistics[:, : x.numel() // x.shape[-1] if x.shape[-1] else 0]
+    if not _fits(x, weight, others=(dy,)):
         dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else nothing
     n = x.shape[-1]
@@ -128,8 +145,8 @@ layer_norm_backward = traceable("layer_norm_backward", _backward, then=halves)
 
 class LayerNormFunction(Function):
     def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = layer_norm_forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        y, statistics = layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, statistics)
         return y
 
     def backward(ctx, dy):

@@ -82,6 +82,7 @@ COMPUTATIONS: Dict[Any, Callable] = {
     _aten._foreach_copy_.default: _copy_all,
     _aten._to_copy.default: _cast_copy,
     _aten.clone.default: torch.clone,
+    _aten.zeros_like.default: torch.zeros_like,
     _aten.cat.out: torch.cat,
     # These return a view where they can, and otherwise a copy, which is a computation (`_returns_views`).
     _aten.contiguous.default: torch.Tensor.contiguous,
