@@ -13,7 +13,7 @@ from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 NAMES = (
     "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
     "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium",
-    "cwm", "vaultgemma", "granite_swa", "apertus", "arcee", "exaone4", "hunyuan_v1_dense",
+    "cwm", "vaultgemma", "granite_swa", "apertus", "arcee", "exaone4", "hunyuan_v1_dense", "starcoder2", "nemotron",
 )  # fmt: skip
 SPARSE = ("mixtral", "qwen2_moe", "olmoe", "flex_olmo", "granitemoe", "mellum")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -41,6 +41,8 @@ CHANGES: dict = {
     "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     **dict.fromkeys(("olmoe", "flex_olmo"), EXPERTS),
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.22, "logits_scaling": 3.0},
+    "starcoder2": {"initializer_range": 0.1},  # beside the biases, scores hardly differ with smaller weights
+    "nemotron": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 VIDEO, IMAGE, IMAGE_START, IMAGE_END = 189, 190, 191, 192  # tokens
 TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
@@ -73,6 +75,7 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 SCALED = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {**YARN, "rope_type": "linear"}}
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 TIED = {"tie_word_embeddings": True}
+WHOLE = {"rope_type": "default", "rope_theta": 1e4}  # of a head
 BIASES = {"attention_bias": True, "mlp_bias": True}
 LONGROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.5}
 # What else a family's configuration may change in its decoder layers and its head, by what it is. What many have is tested with some.
@@ -121,6 +124,8 @@ VARIANTS: dict = {
     "arcee": {"biases": BIASES, "tied": TIED},
     "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
     "hunyuan_v1_dense": {"biases": {"attention_bias": True}, "tied": TIED},
+    "starcoder2": {"no biases": {"use_bias": False}, "windows": WINDOW, "tied": TIED},
+    "nemotron": {"biases": BIASES, "tied": TIED, "whole rotary": {"rope_parameters": {**WHOLE, "partial_rotary_factor": 1.0}}},
     "mixtral": {"windows": WINDOW, "tied": TIED, "jitter": {"router_jitter_noise": 0.3}, "auxiliary loss": AUXILIARY},
     "qwen2_moe": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "tied": TIED, "auxiliary loss": AUXILIARY,
                   "no biases": {"qkv_bias": False}, "normalised": {"norm_topk_prob": True}, "a dense layer": {"mlp_only_layers": [0]},
@@ -134,9 +139,10 @@ VARIANTS: dict = {
 # Options that every family has and some are tested with, the sizes that `tiny` gives, and those that a training step does not know.
 EVERYWHERE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_act", "hidden_activation", "attention_dropout",
-    "rope_parameters", "tie_word_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "keys_to_ignore_at_inference",
-    "pretraining_tp", "model_type", "base_config_key", "attribute_map", "default_theta", "ignore_keys_at_rope_validation",
+    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_act", "hidden_activation",
+    "attention_dropout", "rope_parameters", "tie_word_embeddings", "initializer_range", "rms_norm_eps", "norm_eps", "norm_epsilon",
+    "use_cache", "keys_to_ignore_at_inference", "pretraining_tp", "model_type", "base_config_key", "attribute_map", "default_theta",
+    "ignore_keys_at_rope_validation",
 )  # fmt: skip
 # Options that transformers reads nowhere, or that have a test of their own.
 UNCHANGING: dict = {
@@ -150,6 +156,7 @@ UNCHANGING: dict = {
         *("time_step_limit", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     },
     "phi3": {"embd_pdrop", "resid_pdrop"},
+    "starcoder2": {"embedding_dropout", "residual_dropout"},
     **dict.fromkeys(("gemma", "gemma2"), {"use_bidirectional_attention"}),
     "exaone4": {"sliding_window_pattern"},  # of which layer_types is made
     "hunyuan_v1_dense": {"eod_token_id"},

@@ -103,6 +103,37 @@ def test_norms_of_heads_after_the_rotary_embedding(decoders, mine):
     assert_same(all_of(model), expected)
 
 
+# Of what file, changes of it, and whether its norms are a LayerNorm that a row can say.
+LAYER_NORMS = {
+    "PyTorch's": ("Starcoder2", (), True),
+    "without a bias": ("Starcoder2", [(f"self.{name} = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)\n{end}",
+                                       f"self.{name} = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, bias=False)\n{end}")
+                                      for name, end in (("input_layernorm", "    "), ("post_attention_layernorm", "\n"))], True),
+    "of one without a bias": ("Starcoder2", [("self.input_layernorm = nn.LayerNorm(config.hidden_size, eps",
+                                              "self.input_layernorm = nn.LayerNorm(config.hidden_size, bias=False, eps")], True),
+    "without a weight": ("Starcoder2", [("self.input_layernorm = nn.LayerNorm(config.hidden_size, eps",
+                                         "self.input_layernorm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps")], False),
+    "1 + weight": ("Nemotron", (), True),
+    "weight": ("Nemotron", [("self.weight + 1.0", "self.weight")], True),
+    "2 + weight": ("Nemotron", [("self.weight + 1.0", "self.weight + 2.0")], False),
+    "twice the bias": ("Nemotron", [("self.bias, self.eps", "self.bias + self.bias, self.eps")], False),
+    "other epsilon": ("Nemotron", [("self.bias, self.eps", "self.bias, 1e-5")], False),
+    "otherwise under autocast": ("Nemotron", [("_cast(args,", "_cast([*args[:2], 1.2 * args[2], *args[3:]],")], False),
+    "RMSNorm": ("Nemotron", [("return F.layer_norm(*args)",
+                              "return F.rms_norm(*[each for i, each in enumerate(args) if i != 3])")], False),
+}
+
+
+@pytest.mark.parametrize("kind", LAYER_NORMS)
+def test_layer_norms(decoders, mine, kind):
+    file, changes, served = LAYER_NORMS[kind]
+    model = mine(*changes, source=source_of_mine(file), initializer_range=0.1)  # or scores hardly differ
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    assert served == (fused(decoders, model).get("norm, q_proj, k_proj, v_proj, rotary") == 2), said(decoders, model)
+    assert_same(all_of(model), expected, 10)
+
+
 UP, AFTER = "self.down_proj(self.act_fn(self.up_proj(x)))", "query_states = self.query_layernorm(query_states)"
 TURN = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 # Changes of Arcee's MLP and of Hunyuan's attention: (old, new).

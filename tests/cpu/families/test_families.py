@@ -33,7 +33,8 @@ from tests.tolerances import assert_close, relative_error
 
 ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
-OTHER_PARTS = ("arcee", "hunyuan_v1_dense")  # an MLP without a gate; norms of heads after the rotary embedding
+# An MLP without a gate; norms of heads after the rotary embedding; LayerNorms, of PyTorch's class and with 1 + weight.
+OTHER_PARTS = ("arcee", "hunyuan_v1_dense", "starcoder2", "nemotron")
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
 EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
 UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
@@ -43,7 +44,8 @@ UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where
 }  # fmt: skip
 FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 BATCHES = 4
-LEFT = (("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),
+LEFT = (("starcoder2", {"residual_dropout": 0.3}, "self_attn.residual_dropout is 0.3"),
+        ("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),
         ("olmoe", {"clip_qkv": 0.4}, "self_attn.config.clip_qkv is 0.4"))  # fmt: skip
 
 
@@ -362,7 +364,7 @@ def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     model = tiny(name, torch.bfloat16, attn_implementation="eager", **TO_ALL.get(name, {}))
     for module in model.modules():
         if type(module).__name__.endswith(("MLP", "Experts")):
-            module.act_fn = module.activation_fn = module.activation = torch.nn.ReLU()
+            module.act_fn = module.activation_fn = module.activation = module.act = torch.nn.ReLU()
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)

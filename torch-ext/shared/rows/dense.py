@@ -34,6 +34,7 @@ GEMMA = {
     "takes": ANGLES_FIRST,
     "softcap": "final_logit_softcapping",
 }
+LAYER_NORM = {"centred": True, "norm_argument": "input"}
 QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
 
 LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, LLAVA_NEXT_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
@@ -82,6 +83,11 @@ ROWS = (
     row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
     row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", qk_norm="head", head_norms=("query_layernorm", "key_layernorm"),
         turned_first=True),
+    row("StarCoder 2", "Starcoder2", "starcoder2", **LAYER_NORM, norm_name="", gate_up=("c_fc",), down="c_proj", activation="gelu_tanh",
+        act="act", gated=False, mlp_argument="hidden_states", options=OF_CONFIG,
+        absent=("self_attn.residual_dropout", "mlp.residual_dropout")),
+    row("Nemotron", "Nemotron", "nemotron", **LAYER_NORM, norm_name="LayerNorm1P", offset=1.0, gate_up=("up_proj",), activation="relu2",
+        gated=False, partial=True),
 )
 SERVED = Served(
     rows=ROWS,

@@ -5,13 +5,14 @@ fused layer that does not know of an attribute would silently leave out what the
 import ast
 from typing import Any, Dict, FrozenSet, Iterator, Mapping, Set, Tuple
 
-__all__ = ["NORM", "ROUTER", "Names", "accounted", "reads", "unaccounted"]
+__all__ = ["LAYER_NORM", "ROUTER", "Names", "accounted", "reads", "unaccounted"]
 
 Names = FrozenSet[str]
 MODULE = "self"  # stands for a module that its forward gives to a function, which may read anything of it
 
 # What the layers compute with in every family.
 NORM = {"weight", "variance_epsilon", "eps", "_norm"}
+LAYER_NORM = {*NORM, "bias", "normalized_shape"}
 ATTENTION = {"o_proj", "head_dim", "scaling", "attention_dropout", "training", "layer_idx", "config._attn_implementation", MODULE}
 PACKED = {"config.num_attention_heads", "config.num_key_value_heads", "num_key_value_heads"}  # a packed projection's rows follow from them
 ROUTER = {"weight", "top_k", "norm_topk_prob", "hidden_dim", "num_experts"}
@@ -43,12 +44,14 @@ def accounted(family) -> Dict[str, Names]:
     head = {*CAUSAL_LM, f"config.{family.divisor}"}
     head |= {*ROUTING_LOSS, *(f"config.{name}" for name in ROUTING_LOSS)} if sparse or family.routed else set()
     cap = f"config.{family.softcap}"
-    found = {f"{prefix}RMSNorm": NORM, f"{prefix}Attention": attention, f"{prefix}DecoderLayer": layer, family.causal_lm(): {*head, cap}}
+    found: Dict[str, Any] = {family.norm_class(): LAYER_NORM if family.centred else NORM} if family.norm_name else {}
+    found.update({f"{prefix}Attention": attention, f"{prefix}DecoderLayer": layer, family.causal_lm(): {*head, cap}})
     found.update({tower.name: {*head, cap} if tower.capped or tower.capped_since else head for tower in family.towers})
     for name in (f"{prefix}Attention",) if "self_attn" in family.called else ():
         del found[name]
     if family.mlp:
-        found[family.mlp_class()] = {*family.gate_up, family.down, family.act}
+        dropped = {path for name, path in absent if name == family.block and not sparse}  # its own dropout
+        found[family.mlp_class()] = {*family.gate_up, family.down, family.act, *dropped, *(("training",) if dropped else ())}
     if sparse:
         shared = {sparse.shared, f"{sparse.shared}_gate"} if sparse.shared else set()
         of_router = ROUTER | ({"bias"} if sparse.by_logits else set())

@@ -318,7 +318,7 @@ def kind_of(module: nn.Module) -> str:
     if type(module) is nn.Dropout:
         return "dropout"
     weight = held(module, "weight")
-    if not list(module.children()) and set(module._parameters) <= {"weight"} and weight is not None and weight.dim() == 1:
+    if not list(module.children()) and set(module._parameters) <= {"weight", "bias"} and weight is not None and weight.dim() == 1:
         return "norm"
     if type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
         return "activation"

@@ -98,7 +98,7 @@ TAKES = "hidden_states", "attention_mask", "position_ids", "past_key_values", "u
 class Family(NamedTuple):
     """What a decoder layer of a family computes, and under which names.
 
-    model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds: see
+    model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds, centred: see
     `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
     gate_up: the projections, several or a packed one. activation: as of `decoder.spec.Outputs`, in the attribute act. rotary: "halves" or
     "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
@@ -119,7 +119,7 @@ class Family(NamedTuple):
     layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms of q and k. parallel: whether
     the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours. gated:
     whether the MLP has a gate, without which gate_up is the one projection in front of the activation. turned_first: whether the norms of
-    heads come after the rotary embedding.
+    heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for torch.nn.LayerNorm.
     """
 
     model: str
@@ -166,6 +166,12 @@ class Family(NamedTuple):
     spread: bool = False
     gated: bool = True
     turned_first: bool = False
+    centred: bool = False
+    norm_name: str = "RMSNorm"
+
+    def norm_class(self) -> str:
+        """The class of the norms; "" where it is PyTorch's."""
+        return self.norm_name and f"{self.prefix}{self.norm_name}"
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
@@ -189,7 +195,7 @@ class Family(NamedTuple):
 
     def classes(self) -> Tuple[str, ...]:
         """The classes whose forwards the fused decoder layer takes apart. What is called is not among them."""
-        names = [f"{self.prefix}RMSNorm"]
+        names = [self.norm_class()] if self.norm_name else []
         if "self_attn" not in self.called:
             names.append(f"{self.prefix}Attention")
         if self.mlp:

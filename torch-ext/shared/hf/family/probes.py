@@ -4,6 +4,7 @@ angles of the model's own module. Routers are in `router_probe`."""
 import ast
 import copy
 import inspect
+import re
 from types import FunctionType
 from typing import Any, Callable, Collection, Dict, Iterator, NamedTuple, Optional, Sequence
 
@@ -14,14 +15,16 @@ from ...decoder.norms import norm_reference
 from ...decoder.spec import Norm
 from ..parts.facts import ForwardText, NotServed, forward_text, refused
 from ..parts.lookups import ROTARY, function_in
-from ..parts.modules import original_forward
+from ..parts.modules import original_forward, runs_torchs
 from ..parts.texts import text_that_runs
-from .accounted import NORM
+from .accounted import LAYER_NORM
 from .calls import argument_names
 from .families import Family
 from .forwards import rotary_of
 
-__all__ = ["CALLS", "Angles", "NormKind", "angles_of", "check_plain", "copy_of", "flags_of", "norm_kind", "rotary_kind"]
+__all__ = [
+    "CALLS", "Angles", "NormKind", "angles_of", "check_plain", "copy_of", "flags_of", "is_of_autocast", "norm_kind", "rotary_kind",
+]  # fmt: skip
 
 ROWS = 64
 EPSILON = 3e-3  # that no text has
@@ -30,6 +33,8 @@ CALLS: Collection[str] = {
     "to", "float", "type_as", "pow", "mean", "rsqrt", "square", "sqrt", "view", "reshape", "size", "unsqueeze", "flatten", "chunk", "cat",
     "stack", "repeat_interleave", "linear", "softmax", "topk", "sum", "cos", "sin",
 }  # fmt: skip
+OF_NORMS: Collection[str] = {*CALLS, "layer_norm", "is_autocast_enabled", "get_autocast_dtype", "_cast"}
+DEVICE = r"\w+ = (\w+)\.device\.type if isinstance\(\1\.device\.type, str\)( and \1\.device\.type != 'mps')? else 'cpu'"
 BRANCHES = (
     *(ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.For, ast.While, ast.Try, ast.With, ast.Lambda, ast.ListComp, ast.GeneratorExp),
     *(ast.DictComp, ast.SetComp, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.NamedExpr),
@@ -58,7 +63,8 @@ def check_plain(
         if followed and test is not node.test:
             decided.append(node.test)
         around = isinstance(node, ast.With) and all(map(skips, node.items))
-        if isinstance(node, BRANCHES) and not (followed or around or node in decided):
+        of_autocast = isinstance(node, ast.If) and ast.unparse(node.test).removeprefix("not ") == "torch.is_autocast_enabled()"
+        if isinstance(node, BRANCHES) and not (followed or around or node in decided or (of_autocast and calls is OF_NORMS)):
             raise refused(found, node, "branches")
         if _is_of(node, me) and node.attr not in reads:
             own = inspect.getattr_static(cls, node.attr, None)
@@ -69,7 +75,7 @@ def check_plain(
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             other = function.__globals__.get(called) if isinstance(node.func, ast.Name) else None
             if isinstance(other, FunctionType) and other.__globals__ is function.__globals__ and other is not function:
-                check_plain(other, f"{name}, {called}")
+                check_plain(other, f"{name}, {called}", calls=calls, skips=skips)
             elif called not in calls or other is not None:
                 raise refused(found, node, "calls something else")
     return found
@@ -88,6 +94,16 @@ def _is_of(node, me: Optional[str]) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
 
 
+def is_of_autocast(node) -> bool:
+    """Whether a part of a text only keeps autocast away, as our nodes do."""
+    if isinstance(node, ast.Assign):
+        return re.fullmatch(DEVICE, ast.unparse(node)) is not None
+    call = node.context_expr if isinstance(node, ast.withitem) else None
+    if getattr(getattr(call, "func", None), "id", "") != "maybe_autocast" or call.args:  # type: ignore[union-attr]
+        return False
+    return any(each.arg == "enabled" and getattr(each.value, "value", None) is False for each in call.keywords)  # type: ignore[union-attr]
+
+
 def copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """A copy of a small module on the CPU with random weights."""
     made = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
@@ -98,11 +114,12 @@ def copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -
 
 
 class NormKind(NamedTuple):
-    """What a family's norms do with their weight, and what their forward calls its input."""
+    """What a family's norms do with their weight, what their forward calls its input, and whether they are LayerNorms."""
 
     offset: float
     rounds: str
     argument: str
+    centred: bool = False
 
 
 def flags_of(module: nn.Module) -> Dict[str, bool]:
@@ -111,12 +128,15 @@ def flags_of(module: nn.Module) -> Dict[str, bool]:
 
 
 def norm_kind(module: nn.Module) -> NormKind:
-    """Finds the kind of an RMSNorm by its results in bf16, bit for bit, over six orders of magnitude."""
+    """Finds the kind of a norm by its results in bf16, of an RMSNorm bit for bit, over six orders of magnitude."""
     name = type(module).__name__
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if type(module) is nn.LayerNorm and runs_torchs(module, nn.LayerNorm) and weight is not None and weight.dim() == 1:
+        return NormKind(0.0, "first", "input", True)
     text = forward_text(module)  # raises for what is not what its file says
-    check_plain(text.function, text.name, {*NORM, *flags_of(module)}, tuple(flags_of(module)), type(module))
+    reads, flags = {*LAYER_NORM, *flags_of(module)}, tuple(flags_of(module))
+    check_plain(text.function, text.name, reads, flags, type(module), OF_NORMS, is_of_autocast)
     eps = [each for each in ("variance_epsilon", "eps") if type(vars(module).get(each)) is float]
-    weight = module._parameters.get("weight")
     if len(eps) != 1 or weight is None or weight.dim() != 1 or module._buffers or module._modules:
         raise NotServed(f"{name} is not a norm with a weight and an epsilon alone")
     generator = torch.Generator().manual_seed(0)
@@ -126,11 +146,31 @@ def norm_kind(module: nn.Module) -> NormKind:
     x = x.to(torch.bfloat16)
     with torch.no_grad():
         wanted = original_forward(module)(made, x)
-        kinds = [(offset, rounds) for offset in (0.0, 1.0) for rounds in ("first", "last")]
-        found = [kind for kind in kinds if _same_bits(norm_reference(Norm(EPSILON, *kind), x, made.weight), wanted)]
+        kinds = [(offset, rounds) for offset in (0.0, 1.0) for rounds in ("first", "last") if bias is None]
+        found = [(*kind, False) for kind in kinds if _same_bits(norm_reference(Norm(EPSILON, *kind), x, made.weight), wanted)]
+        found += [(offset, "first", True) for offset in (0.0, 1.0) if _is_layer_norm(module, made, x, wanted, offset)]
     if len(found) != 1:
         raise NotServed(f"{text.name} computes another norm than a row can say")
-    return NormKind(*found[0], argument_names(original_forward(module))[0])
+    offset, rounds, centred = found[0]
+    return NormKind(offset, rounds, argument_names(original_forward(module))[0], centred)
+
+
+def _is_layer_norm(module: nn.Module, made: Any, x: torch.Tensor, wanted, offset: float) -> bool:
+    """Whether the results of a copy in bf16 are a LayerNorm's, rounded once, and are those of one under autocast. offset: what is added to
+    the weight, in its dtype."""
+    if not isinstance(wanted, torch.Tensor) or wanted.dtype != x.dtype or wanted.shape != x.shape:
+        return False
+    weight, bias = made.weight + offset, made._parameters.get("bias")
+    exact = norm_reference(Norm(EPSILON, centred=True), x.double(), weight.double(), None if bias is None else bias.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        before = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", True)  # what torch.is_autocast_enabled() tells, and without a GPU changes nothing else
+        try:
+            under_autocast = original_forward(module)(copy.deepcopy(made).float(), x.float())
+        finally:
+            torch.set_autocast_enabled("cuda", before)
+    once = ((wanted - exact).abs() <= (exact.to(x.dtype) - exact).abs() + 1e-5).all()
+    return bool(once) and torch.allclose(under_autocast.double(), exact, rtol=0.05, atol=0.05)
 
 
 def _same_bits(found: torch.Tensor, wanted) -> bool:

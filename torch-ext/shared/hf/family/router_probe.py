@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import re
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
@@ -14,7 +13,7 @@ from ..parts.modules import original_forward
 from .accounted import ROUTER
 from .calls import argument_names
 from .families import Scored
-from .probes import CALLS, check_plain, copy_of
+from .probes import CALLS, check_plain, copy_of, is_of_autocast
 
 __all__ = ["router_kind"]
 
@@ -26,7 +25,6 @@ SMALL = 1e-3  # what is added to a sum is smaller
 LOWER = 0.0, 8.0  # by so much is a correction lowered: then all is below what stands for the experts of other groups, unless that is -inf
 MAY_CALL = {*CALLS, "type", "sigmoid", "gather", "scatter_", "zeros_like", "masked_fill", "expand", "bool"}
 BY_AXES = {"max": {"dim"}, "clamp": {"min"}}  # the keywords with which these choose, or hold a sum up, and do not cut off
-DEVICE = r"\w+ = (\w+)\.device\.type if isinstance\(\1\.device\.type, str\)( and \1\.device\.type != 'mps')? else 'cpu'"
 
 
 class RouterKind(NamedTuple):
@@ -37,16 +35,6 @@ class RouterKind(NamedTuple):
     experts_last: bool
     scored: Scored
     flags: Dict[str, Any]
-
-
-def _skips(node) -> bool:
-    """Whether a part of a text only keeps autocast away, as our node does."""
-    if isinstance(node, ast.Assign):
-        return re.fullmatch(DEVICE, ast.unparse(node)) is not None
-    call = node.context_expr if isinstance(node, ast.withitem) else None
-    if getattr(getattr(call, "func", None), "id", "") != "maybe_autocast" or call.args:  # type: ignore[union-attr]
-        return False
-    return any(each.arg == "enabled" and getattr(each.value, "value", None) is False for each in call.keywords)  # type: ignore[union-attr]
 
 
 def _paths_of(module: nn.Module) -> List[Path]:
@@ -147,7 +135,7 @@ def _check_text(module: Any, text, names: Dict[str, str], flags: List[str], path
         if keywords == {"min"} and getattr(node.keywords[0].value, "attr", "") != names.get("least"):  # type: ignore[attr-defined]
             raise refused(text, node, "cuts off")
     known = {*ROUTER, "bias", *names.values(), *flags, *(path[0] for path in paths)}
-    check_plain(text.function, text.name, known, flags, type(module), {*MAY_CALL, *BY_AXES}, _skips)
+    check_plain(text.function, text.name, known, flags, type(module), {*MAY_CALL, *BY_AXES}, is_of_autocast)
     for name, part in module._modules.items():
         inner = forward_text(part)
         check_plain(inner.function, inner.name, [path[1] for path in paths if path[0] == name], (), type(part), {*CALLS, "squeeze"})

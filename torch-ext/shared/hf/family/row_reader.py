@@ -238,13 +238,15 @@ def experts_of_called(blocks: Sequence[Any]) -> Dict[str, bool]:
     return found
 
 
-def _block(reading: Reading, name: str) -> Facts:
-    """The MLP and the experts of layers, which may be one or the other."""
+def _block(reading: Reading, name: str, centred: bool) -> Facts:
+    """The MLP and the experts of layers, which may be one or the other. centred: whether a LayerNorm is in front of them."""
     row: Facts = {"mlp": False}
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     dense = [i for i, module in enumerate(modules) if "experts" not in module._modules]
     sparse = [_sparse(reading, i, (name,)) for i in range(len(modules)) if i not in dense]
     made = [{"mlp_name": type(modules[i]).__name__, **_mlp(reading, i, (name,))} for i in dense]
+    if sparse and centred:
+        raise NotServed("a LayerNorm is in front of experts")
     if sparse:
         row["sparse"] = same(sparse, "the experts")
     if made:
@@ -288,14 +290,15 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
     attention, block, norms = row["attention"], row["block"], [name for name in dict.fromkeys(row["norms"]) if name]
     read([attention], lambda: _attention(reading, attention, frame))
     of_layer: List[Any] = [layer._modules[name] for layer in layers for name in norms]
-    read(norms, lambda: _norms(of_layer, row["parallel"]))
+    of_branches = row["norms"].after or row["norms"].behind
+    read(norms, lambda: _norms(reading, of_layer, bool(of_branches), row["parallel"]))
     calls_norms = any(name in called for name in norms)
     if reading.norms:
-        read([attention], lambda: _norms([*reading.norms, *([] if calls_norms else of_layer)]))
+        read([attention], lambda: _norms(reading, [*reading.norms, *([] if calls_norms else of_layer)], True))
     if calls_norms:
         called[block] = "the norm in front of it is called as the module that it is"
     else:
-        read([block], lambda: _block(reading, block))
+        read([block], lambda: _block(reading, block, row.get("centred", False)))
     row["mlp"] = row.get("mlp", False) and block not in called
     if {attention, block, *norms} <= called.keys():
         raise NotServed(f"nothing of it would be fused: {'; '.join(f'{name}: {why}' for name, why in called.items())}")
@@ -308,13 +311,22 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
     return Row(family, called, tuple(reading.tests), reading.arguments, frame)
 
 
-def _norms(norms: Sequence[nn.Module], parallel: bool = False) -> Facts:
-    """The kind that all norms of a layer share. Raises `NotServed` where they differ."""
+def _norms(reading: Reading, norms: Sequence[nn.Module], others: bool, parallel: bool = False) -> Facts:
+    """The kind that all norms of a layer share. others: whether some are not in front of attention or the MLP, but of heads or of branches.
+    Raises `NotServed` where they differ, or these are LayerNorms."""
     if parallel:
         raise NotServed("both branches read what the layer gets")
     kinds: List[NormKind] = [norm_kind(norm) for norm in {(type(norm), repr(flags_of(norm))): norm for norm in norms}.values()]
     kind: Optional[NormKind] = same(kinds, "a norm") if kinds else None
-    return {"offset": kind.offset, "rounds": kind.rounds, "norm_argument": kind.argument} if kind else {}
+    if kind is None:
+        return {}
+    found = {"offset": kind.offset, "rounds": kind.rounds, "norm_argument": kind.argument}
+    if not kind.centred:
+        return found
+    if others:
+        raise NotServed("a LayerNorm is of heads or of a branch")
+    cls = type(norms[0])
+    return {**found, "centred": True, "norm_name": "" if cls is nn.LayerNorm else cls.__name__.removeprefix(reading.prefix)}
 
 
 def class_names(layers: Sequence[nn.Module], family: Family) -> Tuple[str, ...]:
@@ -326,7 +338,7 @@ def class_names(layers: Sequence[nn.Module], family: Family) -> Tuple[str, ...]:
         for name in (family.attention, family.block):
             if name not in family.called:
                 parts += [module for module in layer._modules[name].modules() if kind_of(module) in ("part", "norm")]  # type: ignore[union-attr]
-        found.update(dict.fromkeys(type(part) for part in parts))
+        found.update(dict.fromkeys(type(part) for part in parts if type(part) is not nn.LayerNorm))
     for cls in found:
         if cls.__module__ != family.modeling:
             raise NotServed(f"{cls.__name__} is of {cls.__module__}, and the layer of {family.modeling}")

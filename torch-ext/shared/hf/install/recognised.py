@@ -154,7 +154,7 @@ def put_norms(decoder: Any) -> None:
     forwards: Dict[Any, Callable] = {}
     for layer in decoder.layers:
         own = read_of(layer)
-        if own is not None and own.norms and own.family.norm_argument == "hidden_states":
+        if own is not None and own.norms and own.family.norm_argument == "hidden_states" and not own.family.centred:
             read = layer._modules[own.norms[0]]
             key = type(read), tuple(flags_of(read).items())
             forwards.setdefault(key, made.norm_while(own.norm(0.0), key[1]))

@@ -22,9 +22,14 @@ __all__ = ["Served", "targets"]
 def targets(own: FusedLayer) -> Targets:
     """Makes the layers of a row, and says what they stand in for."""
     family, sparse = own.family, own.family.sparse
-    prefix, norm, rotary = family.prefix, layers.rms_norm_of(family), layers.rotary_layer_of(family)
+    prefix, rotary = family.prefix, layers.rotary_layer_of(family)
     towers = {tower.name: (tower.name, layers.with_vision_of(family, tower)) for tower in family.towers}
-    classes = {"rms_norm": (f"{prefix}RMSNorm", norm)}
+    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
+    classes, common = {}, {}
+    if not family.centred:  # PyTorch's LayerNorm is one kernel, and not the family's own
+        norm = layers.rms_norm_of(family)
+        classes["rms_norm"] = family.norm_class(), norm
+        common[family.norm_class() if family.offset else "RMSNorm"] = norm
     if family.mlp:
         classes["swiglu"] = (family.mlp_class(), layers.mlp_of(family))
     classes[LOSS] = (family.causal_lm(), layers.causal_lm_of(family))
@@ -36,8 +41,6 @@ def targets(own: FusedLayer) -> Targets:
     first = ["rms_norm", "swiglu" if family.mlp else "experts"]
     rest = ["rope", LOSS, *towers, "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys(name for name in (*first, *rest) if name in classes or name == "rope"))
-    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
-    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": norm}
     if family.has_common_rotary():
         common["rotary_pos_emb"] = rotary
     replaced, original = partial(rotary_replaced, family.modeling), lambda: own_rotary(sys.modules[family.modeling])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...decoder.nodes import norm_attention_inputs, norm_mlp
-from ...decoder.norms import add_rms_norm, rms_norm
+from ...decoder.norms import add_rms_norm, any_norm, rms_norm
 from ...decoder.projection import Projection
 from ...decoder.shared_expert import SharedExpert
 from ...decoder.sparse import DEFAULT, ExpertOptions, ExpertTensors, Router, norm_experts
@@ -83,13 +83,18 @@ class Maker(NamedTuple):
         """The weight of a norm; None where a layer has no norm of that name."""
         return None if name is None else self.ones(width)
 
+    def bias(self, own: FusedLayer, weight: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """The bias of a norm with a weight; None of an RMSNorm."""
+        return None if weight is None or not own.family.centred else self.ones(*weight.shape)
+
 
 # ---------------------------------------------------------------- what runs
 def run_norms(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     """Runs the norms alone, as they run around a layer that is not fused."""
     norm, weight = own.norm(EPS), make.ones(sizes.hidden)
-    rms_norm(norm, make.rows(sizes.hidden), weight).sum().backward()
-    run_backward(*add_rms_norm(norm, make.rows(sizes.hidden), make.rows(sizes.hidden), weight))
+    any_norm(norm, make.rows(sizes.hidden), weight, make.bias(own, weight)).sum().backward()
+    if not norm.centred:
+        run_backward(*add_rms_norm(norm, make.rows(sizes.hidden), make.rows(sizes.hidden), weight))
     if own.family.qk_norm == "head":
         for heads in (sizes.heads, sizes.kv_heads):
             rms_norm(norm, make.ones(1, make.tokens, heads, sizes.head_dim), make.ones(sizes.head_dim)).sum().backward()
@@ -108,7 +113,7 @@ def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     spec = make_inputs(own, head_dim, None if family.norms.inputs is None else EPS, EPS, width, rows if packed else None)
     linears = make.linears(*[(length, sizes.hidden) for length in ((sum(rows),) if packed else rows)], bias=sizes.bias)
     x, weight = make.rows(sizes.hidden), make.weight(family.norms.inputs, sizes.hidden)
-    run_backward(*norm_attention_inputs(x, weight, linears, norms[0], norms[1], cos, cos, shape, spec))
+    run_backward(*norm_attention_inputs(x, weight, linears, norms[0], norms[1], cos, cos, shape, spec, norm_bias=make.bias(own, weight)))
     options = {name for name, *_ in family.options}
     attend(make, sizes, "s_aux" in options, "softcap" in options)
 
@@ -134,7 +139,8 @@ def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     count = 2 if family.gated else 1
     o, *linears = make.linears((hidden, NARROW), *[(NARROW, hidden)] * count, (hidden, NARROW))
     attended = make.rows(NARROW)
-    norm_mlp(make.rows(hidden), before, [o, *linears], spec, attended, after, behind).sum().backward()
+    shift = make.bias(own, before)
+    norm_mlp(make.rows(hidden), before, [o, *linears], spec, attended, after, behind, before_bias=shift).sum().backward()
     for recompute in (False, True):
         linears = make.linears(*[(inner, NARROW)] * count, (NARROW, inner))
         norm_mlp(make.rows(NARROW), None, linears, spec, recompute=recompute).sum().backward()

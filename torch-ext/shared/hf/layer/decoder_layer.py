@@ -15,7 +15,7 @@ from torch import nn
 
 from ...decoder.heads import is_fused
 from ...decoder.nodes import norm_attention_inputs, norm_mlp, product_dtype
-from ...decoder.norms import add_rms_norm, rms_norm
+from ...decoder.norms import add_rms_norm, any_norm, rms_norm
 from ...decoder.projection import Projection
 from ...decoder.sparse import norm_experts
 from ...decoder.spec import Inputs, Norm, Outputs
@@ -29,8 +29,8 @@ from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.facts import follow
 from ..parts.lookups import ROTARY, Lookups, original_forward_of
-from ..parts.modules import OwnForwards, original_forward, own_class
-from ..parts.weights import eps_of, weight_of
+from ..parts.modules import OwnForwards, original_forward, own_class, runs_torchs
+from ..parts.weights import bias_of, eps_of, weight_of
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, tile_of, warn_of_called_attention, warn_of_kept_mlp
 from .fusable import Groups, explain_layer, why_not_fusable
 from .products import products_of
@@ -95,7 +95,11 @@ class FusedLayer(OwnForwards):
 
     def norm(self, eps: Optional[float]) -> Norm:
         """The description of one of the family's norms; eps: None for no norm."""
-        return Norm() if eps is None else Norm(eps, self.family.offset, self.family.rounds)
+        return Norm() if eps is None else Norm(eps, self.family.offset, self.family.rounds, self.family.centred)
+
+    def run_by(self, module) -> bool:
+        """As of `OwnForwards`; a family's norms may be PyTorch's own LayerNorms."""
+        return runs_torchs(module, nn.LayerNorm) if type(module) is nn.LayerNorm else super().run_by(module)
 
     def spec(self, make, *values):
         """make(self, *values), made once for each combination of values."""
@@ -138,7 +142,7 @@ class FusedLayer(OwnForwards):
         """x behind a norm of the layer, where there is one."""
         norm = self.fused_norm(layer, name)
         if norm is not None:
-            return rms_norm(self.norm(eps_of(norm)), x, weight_of(norm))
+            return any_norm(self.norm(eps_of(norm)), x, weight_of(norm), bias_of(norm))
         return x if name is None else _parts(layer)[name](x)
 
     def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
@@ -210,8 +214,8 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
             kind = products_of(layer)
             if kind != "bf16" and is_sparse(_parts(layer)[family.block]):
                 kind = "bf16"
-            return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype, kind)
-    normed = x if norm is None else rms_norm(spec.norm, x, weight_of(norm))
+            return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype, kind, bias_of(norm))
+    normed = x if norm is None else any_norm(spec.norm, x, weight_of(norm), bias_of(norm))
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
     if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
@@ -293,8 +297,8 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
         return norm_experts(x, weight_of(before), router, weights, *of_experts, tile_of(layer))
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
-    norms = weight_of(after), weight_of(behind)
-    return norm_mlp(x, weight_of(before), found, spec, attended, *norms, dtype, recompute, products_of(layer), tile_of(layer))
+    norms, tile = (weight_of(after), weight_of(behind)), tile_of(layer)
+    return norm_mlp(x, weight_of(before), found, spec, attended, *norms, dtype, recompute, products_of(layer), tile, bias_of(before))
 
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:
@@ -320,7 +324,7 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, mixed: Mixed):
     family, x = own.family, mixed.residual
     first, after, before, behind = family.norms
     norm = own.fused_norm(layer, before)
-    if norm is not None and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
+    if norm is not None and not family.centred and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
         normed, total = add_rms_norm(spec.before, output, x.view(output.shape), weight_of(norm))
     else:
         total = x + _branch(own, spec, layer, after, output)

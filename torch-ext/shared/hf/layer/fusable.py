@@ -12,7 +12,7 @@ from ...runtime.device import PLAIN
 from ..parts.adapters import projection_or_reason
 from ..parts.explanation import Reason
 from ..parts.lookups import overridden, replaced_below
-from ..parts.modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, runs_torchs, why_not_own
+from ..parts.modules import ACTIVATIONS, all_are_listened_to, is_activation, runs_torchs, why_not_own
 from ..parts.weights import held
 from .products import explain_products
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
@@ -27,8 +27,10 @@ def _parts(layer):
     return layer.__dict__["_modules"]
 
 
-def has_plain_norm(own: OwnForwards, norm, x) -> bool:
-    weight = held(norm, "weight")
+def has_plain_norm(own: Any, norm, x) -> bool:
+    weight, bias = held(norm, "weight"), held(norm, "bias")
+    if bias is not None and (not own.family.centred or type(bias) not in PLAIN or bias.dtype != x.dtype):
+        return False
     return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
 
 

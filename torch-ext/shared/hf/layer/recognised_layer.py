@@ -91,6 +91,8 @@ class RecognisedLayer(FusedLayer):
         return x if returns is None else tuple(x if each == "" else each and mixed.others[each - 1] for each in returns)
 
     def run_by(self, module) -> bool:
+        if type(module) is nn.LayerNorm:
+            return super().run_by(module)
         function = own_forward(module)
         return is_marked(function) or any(function is each for each in self._forwards)
 

@@ -99,7 +99,7 @@ def is_own_rotary(rotary, modeling: str, name: str) -> bool:
 # PyTorch's own forwards, by class; None where another was in its place before this file was read.
 FORWARDS = {
     cls: cls.forward if is_transformers_own(cls.forward, cls.__module__, f"{cls.__qualname__}.forward") else None
-    for cls in (nn.Linear, nn.SiLU, nn.Embedding, nn.Dropout, nn.Identity)
+    for cls in (nn.Linear, nn.SiLU, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm)
 }
 
 

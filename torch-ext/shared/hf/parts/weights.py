@@ -13,7 +13,7 @@ from .lookups import is_by, mode_in_force, replaced_below
 from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
 
 __all__ = [
-    "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "need_frozen", "plain_weight", "rows_of", "sharded_weight",
+    "bias_of", "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "need_frozen", "plain_weight", "rows_of", "sharded_weight",
     "weight_of", "weight_within", "why_not_plain",
 ]  # fmt: skip
 
@@ -57,6 +57,11 @@ def eps_of(norm) -> Optional[float]:
 def weight_of(norm):
     """The weight of a norm, None for no norm."""
     return None if norm is None else held(norm, "weight")
+
+
+def bias_of(norm):
+    """The bias of a norm, None for no norm and for one without."""
+    return None if norm is None else held(norm, "bias")
 
 
 def weight_within(module) -> Optional[torch.Tensor]:
