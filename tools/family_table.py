@@ -28,7 +28,9 @@ def beside_llama(family: Any) -> str:
     norms, said = family.norms, []
     if tuple(name is not None for name in norms) != PLAIN:
         said.append("norms of the branches" if norms.inputs is None else "norms in front of the branches and of them")
-    if family.offset:
+    if family.centred:
+        said.append(f"LayerNorms{f' with {family.offset:g} + weight' if family.offset else ''}")
+    elif family.offset:
         said.append(f"norms with {family.offset:g} + weight")
     elif family.rounds == "last":
         said.append("norms that round last")
@@ -43,7 +45,7 @@ def beside_llama(family: Any) -> str:
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []
-    absent = [path.rpartition(".")[2] for path in family.absent]
+    absent = dict.fromkeys(path.rpartition(".")[2] for path in family.absent)
     said += [f"layers with {' or '.join(absent)} left as they are"] if absent else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []

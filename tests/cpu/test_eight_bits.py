@@ -118,10 +118,12 @@ def test_every_way_to_run_a_layer_gives_the_same_bits(few, qwen3, lora):
     assert not are_equal(gradients(trained(qwen3, "bf16", lora=lora)), expected)
 
 
-@pytest.mark.parametrize("name", ("llama", "llama, biased", "qwen2", "phi3", "gemma3_text", "olmo2", "arcee", "hunyuan_v1_dense"))
+@pytest.mark.parametrize(
+    "name", ("llama", "llama, biased", "qwen2", "phi3", "gemma3_text", "olmo2", "arcee", "hunyuan_v1_dense", "nemotron")
+)
 def test_other_families(few, decoders, name):
-    """Without norms of heads, with biases, packed projections, norms behind the branches, no gate, and norms of heads
-    after the rotary embedding."""
+    """Without norms of heads, with biases, packed projections, norms behind the branches, no gate, norms of heads after
+    the rotary embedding, and LayerNorms."""
     few(decoders)
     name, _, biased = name.partition(", ")
 
