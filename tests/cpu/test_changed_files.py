@@ -12,7 +12,7 @@ from tests.own_file import source_of_mine, source_of_other
 
 EACH = 16  # of the files that run at all
 FACTOR = 30  # some changes leave a model in which rounding errors grow
-FILES = ("Otter", "Llama", "Qwen3", "Gemma2", "Olmo2", "Granite", "Arcee", "HunYuanDenseV1", "Starcoder2", "Nemotron")
+FILES = ("Otter", "Llama", "Qwen3", "Gemma2", "Olmo2", "Granite", "Arcee", "HunYuanDenseV1", "Starcoder2", "Nemotron", "Cohere")
 FOLDERS = {"HunYuanDenseV1": "hunyuan_v1_dense"}
 
 

@@ -134,6 +134,19 @@ def test_layer_norms(decoders, mine, kind):
     assert_same(all_of(model), expected, 10)
 
 
+@pytest.mark.parametrize("hooked", (False, True))
+def test_an_mlp_beside_attention(decoders, mine, hooked):
+    """Both read one norm. Where attention's last projection is called, so is the MLP: the node needs the stream that both read."""
+    model = mine(source=source_of_mine("Cohere"), initializer_range=0.1)
+    if hooked:
+        model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *args: None)
+    expected = all_of(model)
+    decoders.kernelize(model.train())
+    assert fused(decoders, model)["norm, gate_proj, up_proj, down_proj"] == 2 - hooked
+    assert ("is also that of o_proj" in said(decoders, model)) == hooked
+    assert_same(all_of(model), expected, 10)
+
+
 UP, AFTER = "self.down_proj(self.act_fn(self.up_proj(x)))", "query_states = self.query_layernorm(query_states)"
 TURN = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 # Changes of Arcee's MLP and of Hunyuan's attention: (old, new).

@@ -132,7 +132,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
 
 
 def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
-                        biases=False, tile=0, tokens=3, alone="", kind_of_norm=""):
+                        biases=False, tile=0, tokens=3, alone="", kind_of_norm="", parallel=False):
     """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`; kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
@@ -148,14 +148,15 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    spec, options = outputs(ops, 0.5, alone, kind_of_norm), {"dtype": BF16, "recompute": recompute, "tile": tile, "before_bias": bias}
+    spec = outputs(ops, 0.5, alone, kind_of_norm)._replace(parallel=parallel)
+    options = {"dtype": BF16, "recompute": recompute, "tile": tile, "before_bias": bias}
     y = nodes.norm_mlp(x, norm, projections, spec, before, **options)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, before64, bias64 = exact(x), exact(norm), exact(before) if attended else None, None if bias is None else exact(bias)
     torch.manual_seed(3)
     total = x64 + projected(before64, projections64[0]) if attended else x64
-    normed = norm_exact(total, norm64, bias64, 0.5, kind_of_norm)
+    normed = norm_exact(x64 if parallel else total, norm64, bias64, 0.5, kind_of_norm)
     gate, *up = (projected(normed, projection) for projection in projections64[attended:-1])
     hidden = ALONE[alone](gate) if alone else torch.nn.functional.silu(gate) * up[0]
     y64 = total + projected(hidden, projections64[-1])
@@ -200,6 +201,9 @@ CHECKS = {
     "mlp behind layer, autocast": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, autocast=True),
     "mlp behind layer, frozen": functools.partial(check_projected_mlp, kind_of_norm="layer", frozen=True),
     "mlp behind layer, tiles": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, **TILES),
+    **{f"mlp beside attention, {name}": functools.partial(check_projected_mlp, parallel=True, **{"attended": True, **options})
+       for name, options in (("", {}), ("layer", {"kind_of_norm": "layer"}), ("again", {"recompute": True}), ("tiles", TILES),
+                             ("autocast", {"autocast": True}), ("alone", {"attended": False}))},
     "projected_mlp": check_projected_mlp,
     **{f"mlp_{name}": functools.partial(check_projected_mlp, attended=True, alone=name) for name in ALONE},
     "mlp_relu2_biases": functools.partial(check_projected_mlp, biases=True, alone="relu2"),
@@ -326,6 +330,10 @@ MUTANTS = [
          ("onto=total, out", "onto=0 * total, out")),
     *errors_in(STEPS, "projected_mlp_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
+    *errors_in(STEPS, "mlp beside attention, layer", "join_forward", ("x if spec.parallel else total, norm", "total, norm")),
+    *errors_in(STEPS, "mlp beside attention, layer", "join_backward", ("dbranch if spec.parallel else dtotal", "dtotal")),
+    *errors_in(NODES, "mlp beside attention, layer", "_saved", (" or given.layout.spec.outputs.parallel", "")),
+    *errors_in(NODES, "mlp beside attention, ", "_finish_mlp", ("len(started) > 1", "False")),
     *errors_in(STEPS, "projected_mlp_attended", "join_backward",
          ("add_norm_backward(spec.before, dy, dtotal", "add_norm_backward(spec.before, dy, torch.zeros_like(dtotal)"),
          ("o.input_gradient((branch,), dlow).view", "o.input_gradient((branch,), None).view"),

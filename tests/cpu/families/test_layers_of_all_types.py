@@ -13,10 +13,11 @@ from tools.family_loss import names_of
 
 # By what is particular of the layer: (type, the parts that run fused).
 TINY = {
-    "norms that are called": ("starcoder2", "q_proj, k_proj, v_proj, rotary"),
-    "side by side, of one norm, angles of neighbours": ("cohere", "q_proj, k_proj, v_proj, rotary"),
-    "side by side, a part of each head turned": ("phi", "q_proj, k_proj, v_proj, rotary"),
-    "no other arguments": ("stablelm", "q_proj, k_proj, v_proj, rotary"),
+    "norms that are called": ("olmo", "q_proj, k_proj, v_proj, rotary"),
+    "side by side, of one norm, angles of neighbours": ("cohere", "norm, gate_proj, up_proj, down_proj"),
+    "side by side, a part of each head turned": ("phi", "norm, q_proj, k_proj, v_proj, rotary"),
+    "no other arguments, a gate behind a LayerNorm": ("stablelm", "norm, gate_proj, up_proj, down_proj"),
+    "experts behind a LayerNorm": ("phimoe", "norm, q_proj, k_proj, v_proj, rotary"),
     "inputs of each layer, and a scale": ("gemma4_text", "norm, gate_proj, up_proj, down_proj"),
     "a scale": ("gemma4_unified_text", "norm, gate_proj, up_proj, down_proj"),
     "two classes, one without attention": ("jamba", "norm, gate_proj, up_proj, down_proj"),
@@ -107,7 +108,8 @@ def _all_of(model) -> tuple:
     return steps, generated
 
 
-WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint"  # with experts, of which nothing is called
+# Of which nothing is called: with experts, and with an MLP beside attention behind one LayerNorm.
+WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere"
 WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
 
 
@@ -127,9 +129,13 @@ def _adapted(model, way):
     return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=shared, **more)).train()
 
 
+def _is_block(part: str) -> bool:
+    return "experts" in part or part == "norm, gate_proj, up_proj, down_proj"
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", WHOLE)
-def test_experts_in_every_way_of_training(bastile, kind, way):
+def test_whole_layers_in_every_way_of_training(bastile, kind, way):
     model = tiny_model_of(kind)
     inputs = {"position_ids": torch.cat((torch.arange(4), torch.arange(7)))[None].expand(2, -1)} if way == "packed" else {}
     if way.startswith("adapters"):
@@ -139,7 +145,7 @@ def test_experts_in_every_way_of_training(bastile, kind, way):
     expected, weights = _step(model, **inputs), {name: weight.clone() for name, weight in model.state_dict().items()}
     bastile.kernelize(model, recompute_mlp=way == "recomputed")
     rows = bastile.explain(model).rows
-    assert any("experts" in row.part and row.fused for row in rows) and not any(row.code == "called" for row in rows), rows
+    assert any(_is_block(row.part) and row.fused for row in rows) and not any(row.code == "called" for row in rows), rows
     found = _step(model, torch.compile(model, backend="eager") if way == "compiled" else None, **inputs)
     check_same([found], [expected])
     after = model.state_dict()
@@ -149,14 +155,14 @@ def test_experts_in_every_way_of_training(bastile, kind, way):
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_experts_in_half_precision_are_as_exact_as_before(bastile, kind):
+def test_whole_layers_in_half_precision_are_as_exact_as_before(bastile, kind):
     model = tiny_model_of(kind).bfloat16()
     for module in model.modules():  # the choice of all leaves none to rounding
         if type(getattr(module, "top_k", None)) is int:
             module.top_k, module.topk_group = 4, getattr(module, "num_group", 1)
     exact, before = ([_step(each, seed=seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
     bastile.kernelize(model)
-    assert any("experts" in row.part and row.fused for row in bastile.explain(model).rows)
+    assert any(_is_block(row.part) and row.fused for row in bastile.explain(model).rows)
     found = [_step(model, seed=seed) for seed in range(8)]
     for name in (name for name, gradient in exact[0].gradients.items() if gradient.numel() > 24):
         mine, other = (
@@ -167,7 +173,7 @@ def test_experts_in_half_precision_are_as_exact_as_before(bastile, kind):
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_layers_with_experts_that_are_read_are_captured(bastile, monkeypatch, kind):
+def test_whole_layers_that_are_read_are_captured(bastile, monkeypatch, kind):
     stand_in(bastile, monkeypatch)
     monkeypatch.setattr(Rerun, "together", 2)
     model, plain = captured(bastile, tiny_model_of(kind))

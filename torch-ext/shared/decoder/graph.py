@@ -133,7 +133,7 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
         text = _text(constants_of(spec), dtype, there, lengths, tuple([told_of(projection) for projection in projections]), eights)
         present = [*[tensor for tensor in tensors if tensor is not None], *parts]
         names = [name for name, is_there in zip(of.tensors._fields, there) if is_there]
-        dropped, constant = ([i for i, name in enumerate(names) if name in listed] for listed in (node.dropped(tensors), of.constant))
+        dropped, constant = ([i for i, name in enumerate(names) if name in listed] for listed in (node.dropped(spec, tensors), of.constant))
         needs = [torch.is_grad_enabled() and one.requires_grad and i not in constant for i, one in enumerate(present)]
         if any(needs):
             return function.apply(text, tuple(sizes), tuple(needs), tuple(dropped), *present)

@@ -181,7 +181,7 @@ class Node:
             that are both results and saved are the last results and the first that are saved.
         passes_on: whether the first tensor is one more result, for the residual connection, and its gradient the last one.
         packs: whether `Given.whole` is read.
-        dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
+        dropped: (the description, node's named tuple) -> the names of the tensors that the backward function does not read.
         in_parts: (node's named tuple) -> whether the backward function reads nothing that `finish` makes.
         spends: the names of saved tensors that the backward function writes over, and makes again where they are None, as in a second
             backward pass. Such a node is not replayed: a plan writes to none of its arguments.
@@ -199,7 +199,7 @@ class Node:
         in_graph: Optional[InGraph] = None,
         passes_on: bool = False,
         packs: bool = True,
-        dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
+        dropped: Callable[[Any, Any], Sequence[str]] = lambda spec, tensors: (),
         in_parts: Callable[[Any], bool] = lambda tensors: True,
         spends: Sequence[str] = (),
     ):
@@ -243,7 +243,7 @@ class Node:
         return found
 
     def new_form(self, layout: NodeLayout, tensors, in_graph: bool = False) -> Form:
-        return Form(layout, tensors, self.dropped(tensors), self.packs, in_graph)
+        return Form(layout, tensors, self.dropped(layout.spec, tensors), self.packs, in_graph)
 
 
 def _run(node: Node, *args) -> list:

@@ -68,10 +68,12 @@ def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Ten
     """Computes `norm_mlp` with PyTorch's operations."""
     outputs = spec.outputs
     x, attended, after, before, behind, bias = tensors
+    read = x
     if attended is not None:
         o, *projections = projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), outputs.after, after, outputs.multiplier)
-    y = (x if before is None else norm_reference(outputs.before, x, before, bias)).to(dtype)
+    read = read if outputs.parallel else x
+    y = (read if before is None else norm_reference(outputs.before, read, before, bias)).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
     branch = projection_reference(gated_reference(*gate_and_up(products, outputs.gated), outputs.activation), down)
@@ -192,19 +194,19 @@ def named(given: Given, found: Sequence) -> OutputGroups:
 
 
 def stream_of(given: Given, saved: Any) -> torch.Tensor:
-    """The residual stream after attention, flat. saved: with a `total`, as `MLPSaved`."""
+    """The residual stream that the norm read, after attention or beside it, flat. saved: with a `total`, as `MLPSaved`."""
     return given.tensors.x.reshape(-1, given.tensors.x.shape[-1]) if saved.total is None else saved.total
 
 
 AFTER_ATTENTION: dict = {  # options of both nodes
     "in_parts": lambda tensors: tensors.behind is None,  # its gradient needs the last product
-    "dropped": lambda tensors: () if tensors.attended is None else ("x",),
+    "dropped": lambda spec, tensors: () if tensors.attended is None or spec.outputs.parallel else ("x",),
 }
 
 
 def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections], both: Optional[torch.Tensor]) -> MLPSaved:
-    """Keeps only what the backward pass reads. Without attention's branch the residual stream is x, which is kept anyway."""
-    total: Any = None if given.tensors.attended is None else saved.total
+    """Keeps only what the backward pass reads. Without attention's branch, or beside it, the norm read x, which is kept anyway."""
+    total: Any = None if given.tensors.attended is None or given.layout.spec.outputs.parallel else saved.total
     saved = saved._replace(total=total, made=all_made(found))
     if given.layout.spec.recompute:
         return saved._replace(gate=None, up=None)
@@ -233,7 +235,7 @@ def _mlp(given: Given, finish: bool = True) -> Tuple[list, MLPSaved]:
     else:
         both = _side_by_side(given, given.tensors.x, found[-2].group)
         first, saved = (mlp_forward if finish else mlp_start)(spec, given.tensors, groups, both)
-    return [first], _saved(given, saved, found, both)
+    return [first] if finish or not spec.parallel else [first, saved.total], _saved(given, saved, found, both)
 
 
 def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
@@ -241,9 +243,10 @@ def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
 
 
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
-    """Computes the result from the last product's input, or in tiles from that of gate and up."""
+    """Computes the result from the last product's input, or in tiles from that of gate and up, and beside attention from the stream."""
     found, tile = of_second_half_loaded(groups_of(given), saved.made, given.whole), _tile_of(given)
-    known = given.layout.spec.outputs, given.tensors.x.shape, None, stream_of(given, saved), started[0]
+    total = started[1] if len(started) > 1 else stream_of(given, saved)
+    known = given.layout.spec.outputs, given.tensors.x.shape, None, total, started[0]
     if tile:
         return tiled_finish(*known, named(given, found), tile)[0]
     return mlp_finish(*known, found[-1])[0]

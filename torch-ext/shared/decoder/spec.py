@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
 
     after: the norm of attention's branch. before: the norm of what the MLP or the experts read. behind: the norm of their branch.
     activation: "silu" or "gelu_tanh", or, where the MLP is not gated, "gelu" or "relu2" as well. multiplier: of both branches. gated:
-    whether the activation is multiplied by up.
+    whether the activation is multiplied by up. parallel: whether the MLP reads before(x) of the x in front of attention's branch.
     """
 
     after: Norm = Norm()
@@ -59,6 +59,7 @@ class Outputs(NamedTuple):
     activation: str = "silu"
     multiplier: float = 1.0
     gated: bool = True
+    parallel: bool = False
 
 
 def constants_of(spec):

@@ -181,7 +181,7 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     branch = kept = o_rstd = rstd = None
     if o is not None and tensors.attended is not None:
         (branch,) = o.forward(flat_heads(tensors.attended))
-        if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
+        if tensors.after is not None and spec.multiplier == 1 and not spec.parallel and (norm is None or spec.after == spec.before):
             if norm is None:
                 total, o_rstd = norm_add_forward(spec.after, branch, x, tensors.after)
                 return Joined(total, total.to(dtype), branch, None, o_rstd)
@@ -190,30 +190,31 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
         if tensors.after is not None:
             kept = branch
             branch, o_rstd = norm_forward(spec.after, kept, tensors.after, dtype)
-    if branch is not None and norm is not None:  # a GEMM that adds would first copy what it adds to
+    if branch is not None and norm is not None and not spec.parallel:  # a GEMM that adds would first copy what it adds to
         total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier, bias)
         return Joined(total, y, kept, rstd, o_rstd)
     total = x if branch is None else torch.add(x, branch, alpha=spec.multiplier)
     if norm is None:
-        y = total.to(dtype)
+        y = (x if spec.parallel else total).to(dtype)
     else:
-        y, rstd = norm_forward(spec.before, total, norm, dtype, bias)
+        y, rstd = norm_forward(spec.before, x if spec.parallel else total, norm, dtype, bias)
     return Joined(total, y, kept, rstd, o_rstd)
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
                   need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
-    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. need: whether each of the tensors
+    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read, and of an MLP beside
+    attention total is the stream that its norm read. need: whether each of the tensors
     needs a gradient; None for what does not."""
     dbefore = dbias = dafter = dattended = None
-    do = [Parts()] * len(need_o)
+    do, dbranch = [Parts()] * len(need_o), dtotal
     if tensors.before is None or joined.rstd is None:
         dtotal = dtotal + dy
     else:
         need_norm = need.before or need.before_bias
         dtotal, dbefore, dbias = add_norm_backward(spec.before, dy, dtotal, joined.total, tensors.before, joined.rstd, need_norm)
     if o is not None and tensors.attended is not None and (need.attended or need.after or needs_any(need_o)):
-        branch = scaled(dtotal, spec.multiplier).to(o.group.dtype)
+        branch = scaled(dbranch if spec.parallel else dtotal, spec.multiplier).to(o.group.dtype)
         if tensors.after is not None and joined.o is not None and joined.o_rstd is not None:
             branch, dafter = norm_backward(spec.after, branch, joined.o, tensors.after, joined.o_rstd, need.after)
         dlow = o.low_gradient((branch,))

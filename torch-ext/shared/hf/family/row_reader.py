@@ -238,15 +238,15 @@ def experts_of_called(blocks: Sequence[Any]) -> Dict[str, bool]:
     return found
 
 
-def _block(reading: Reading, name: str, centred: bool) -> Facts:
-    """The MLP and the experts of layers, which may be one or the other. centred: whether a LayerNorm is in front of them."""
+def _block(reading: Reading, name: str, no_experts: str) -> Facts:
+    """The MLP and the experts of layers, which may be one or the other. no_experts: why a row of this layer has none, "" where it may."""
     row: Facts = {"mlp": False}
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     dense = [i for i, module in enumerate(modules) if "experts" not in module._modules]
     sparse = [_sparse(reading, i, (name,)) for i in range(len(modules)) if i not in dense]
     made = [{"mlp_name": type(modules[i]).__name__, **_mlp(reading, i, (name,))} for i in dense]
-    if sparse and centred:
-        raise NotServed("a LayerNorm is in front of experts")
+    if sparse and no_experts:
+        raise NotServed(no_experts)
     if sparse:
         row["sparse"] = same(sparse, "the experts")
     if made:
@@ -290,15 +290,16 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
     attention, block, norms = row["attention"], row["block"], [name for name in dict.fromkeys(row["norms"]) if name]
     read([attention], lambda: _attention(reading, attention, frame))
     of_layer: List[Any] = [layer._modules[name] for layer in layers for name in norms]
-    of_branches = row["norms"].after or row["norms"].behind
-    read(norms, lambda: _norms(reading, of_layer, bool(of_branches), row["parallel"]))
+    of_branches = bool(row["norms"].after or row["norms"].behind)
+    read(norms, lambda: _norms(reading, of_layer, of_branches, row["parallel"] and (of_branches or row["multiplier"] is not None)))
     calls_norms = any(name in called for name in norms)
     if reading.norms:
         read([attention], lambda: _norms(reading, [*reading.norms, *([] if calls_norms else of_layer)], True))
     if calls_norms:
         called[block] = "the norm in front of it is called as the module that it is"
     else:
-        read([block], lambda: _block(reading, block, row.get("centred", False)))
+        no_experts = "a LayerNorm is in front of experts" if row.get("centred") else "experts stand beside attention" * row["parallel"]
+        read([block], lambda: _block(reading, block, no_experts))
     row["mlp"] = row.get("mlp", False) and block not in called
     if {attention, block, *norms} <= called.keys():
         raise NotServed(f"nothing of it would be fused: {'; '.join(f'{name}: {why}' for name, why in called.items())}")
@@ -311,11 +312,12 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
     return Row(family, called, tuple(reading.tests), reading.arguments, frame)
 
 
-def _norms(reading: Reading, norms: Sequence[nn.Module], others: bool, parallel: bool = False) -> Facts:
+def _norms(reading: Reading, norms: Sequence[nn.Module], others: bool, beside: bool = False) -> Facts:
     """The kind that all norms of a layer share. others: whether some are not in front of attention or the MLP, but of heads or of branches.
-    Raises `NotServed` where they differ, or these are LayerNorms."""
-    if parallel:
-        raise NotServed("both branches read what the layer gets")
+    beside: whether branches that read one stream have more than a norm in front of them. Raises `NotServed` then, where norms differ, and
+    where others are LayerNorms."""
+    if beside:
+        raise NotServed("both branches read what the layer gets, and are normalised or multiplied")
     kinds: List[NormKind] = [norm_kind(norm) for norm in {(type(norm), repr(flags_of(norm))): norm for norm in norms}.values()]
     kind: Optional[NormKind] = same(kinds, "a norm") if kinds else None
     if kind is None:

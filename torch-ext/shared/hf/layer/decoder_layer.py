@@ -180,7 +180,7 @@ def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs
 def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
     """The description of what follows attention. after, before, behind: the epsilons of its norms."""
     norms = own.norm(after), own.norm(before), own.norm(behind)
-    return Outputs(*norms, own.family.activation, multiplier, own.family.gated)
+    return Outputs(*norms, own.family.activation, multiplier, own.family.gated, own.family.parallel)
 
 
 def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, width) -> Inputs:
@@ -273,6 +273,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     | fused          | fused             | one node                                                                          |
     | fused          | called            | attention's branch is added to the residual stream, and the node reads the sum    |
     | called         | called            | norms with the residual connections around the module (`_finish_apart`)           |
+    | fused, beside attention | called   | the same: the node needs the stream that both read                                |
     """
     family, parts = own.family, _parts(layer)
     attended: Any = mixed.attended
@@ -286,7 +287,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is None:
         output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
-        if fused is None or (isinstance(fused, SparseBlock) and output.dtype != dtype):
+        if fused is None or family.parallel or (isinstance(fused, SparseBlock) and output.dtype != dtype):
             return _finish_apart(own, spec, layer, output, mixed)
         x, attended, after = _branch(own, spec, layer, family.norms.after, output.reshape(x.shape)) + x, None, None
     recompute = recomputes_mlp(layer)
