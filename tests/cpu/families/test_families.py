@@ -33,8 +33,7 @@ from tests.tolerances import assert_close, relative_error
 
 ALL = (*NAMES, *SPARSE)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
-# An MLP without a gate; norms of heads after the rotary embedding; LayerNorms, of PyTorch's class and with 1 + weight.
-OTHER_PARTS = ("arcee", "hunyuan_v1_dense", "starcoder2", "nemotron")
+OTHER_PARTS = ("arcee", "hunyuan_v1_dense", "starcoder2", "nemotron")  # no gate; norms after the rotary embedding; two kinds of LayerNorm
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
 EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
 UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
@@ -42,8 +41,7 @@ UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where
     **dict.fromkeys(("another activation", "jitter", "clipped"), set()), "auxiliary loss": {"norm_attention_inputs"},
     **dict.fromkeys(("a dense layer", "every second layer"), {"norm_attention_inputs", "norm_mlp", "norm_experts"}),
 }  # fmt: skip
-FEW_LEFT = ("q_proj.bias", "k_proj.bias")
-BATCHES = 4
+BATCHES, FEW_LEFT = 4, ("q_proj.bias", "k_proj.bias")
 LEFT = (("starcoder2", {"residual_dropout": 0.3}, "self_attn.residual_dropout is 0.3"),
         ("mixtral", {"router_jitter_noise": 0.3}, "mlp.jitter_noise is 0.3"),
         ("olmoe", {"clip_qkv": 0.4}, "self_attn.config.clip_qkv is 0.4"))  # fmt: skip

@@ -184,7 +184,7 @@ class Projections:
         """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits. dense: x where it is
         in codes and there are adapters."""
         if self.group.spans:
-            self.low = self._low(x if isinstance(x, torch.Tensor) else dense)
+            self.low = self._low(x if isinstance(x, torch.Tensor) else dense)  # type: ignore[arg-type]  # given with codes
         if self.eight is not None:
             self.eight.begin(x)
 

@@ -204,8 +204,7 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
                   need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
     """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read, and of an MLP beside
-    attention total is the stream that its norm read. need: whether each of the tensors
-    needs a gradient; None for what does not."""
+    attention total is the stream that its norm read. need: whether each of the tensors needs a gradient; None for what does not."""
     dbefore = dbias = dafter = dattended = None
     do, dbranch = [Parts()] * len(need_o), dtotal
     if tensors.before is None or joined.rstd is None:
