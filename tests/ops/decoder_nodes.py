@@ -147,12 +147,12 @@ MUTANTS = [
          ("form.whole_of(kept) if", "-form.whole_of(kept) if")),
     *errors_in("shared/decoder/steps.py", "attention_inputs_alone", "inputs_backward",
          ("(need.q_norm, need.k_norm)", "(need.k_norm, need.q_norm)"),
-         ("(need.x, need.norm)", "(need.x, need.x)")),
+         ("(need.x, need.norm,", "(need.x, need.x,")),
     *errors_in("shared/decoder/projections.py", "attention_inputs_alone", "normed_input_backward",
-         ("if need_x or need_norm:", "if need_x:")),
+         ("if need.x or need.norm or need.bias:", "if need.x:")),
     *errors_in("shared/decoder/steps.py", "norm_mlp_heads", "flat_heads", ("flatten(0, 1).flatten(1)", "flatten(0, 1).flip(1).flatten(1)")),
     *errors_in("shared/decoder/steps.py", "norm_mlp_alone", "need_join",
-         ("need.x or need.attended or need.after or need.before or needs_any(need_o)", "need.x")),
+         ("need.x or need.attended or need.after or need.before or need.before_bias or needs_any(need_o)", "need.x")),
 ]  # fmt: skip
 
 

@@ -30,17 +30,19 @@ FORMS = {"not reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant
          "selective": {"use_reentrant": False, "context_fn": selective}}  # fmt: skip
 
 
-def _mlp(ops, autocast):
-    """(x, a function of it with the MLP's node, its other leaves). autocast: as of `check_projected_mlp`."""
+def _mlp(ops, autocast, parallel=False):
+    """(x, a function of it with the MLP's node, its other leaves). autocast: as of `check_projected_mlp`. parallel: beside attention."""
     kind = FP32 if autocast else BF16
     norm = leaf(randn(HIDDEN, dtype=kind, device=CPU, seed=1) + 1)
     shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
-    projections, _ = projections_of(ops, shapes, autocast, 0.25)
+    projections, _ = projections_of(ops, [(HIDDEN, HIDDEN)] * parallel + list(shapes), autocast, 0.25)
+    attended = leaf(randn(TOKENS, HIDDEN, dtype=BF16, device=CPU, seed=2)) if parallel else None
+    spec = outputs(ops, 0.5)._replace(parallel=parallel)
 
     def run(x):
-        return part_of(ops, "nodes").norm_mlp(x, norm, projections, outputs(ops, 0.5), dtype=BF16)
+        return part_of(ops, "nodes").norm_mlp(x, norm, projections, spec, attended, dtype=BF16)
 
-    return leaf(randn(TOKENS, HIDDEN, dtype=kind, device=CPU)), run, [norm, *(part for one in projections for part in one[:5])]
+    return leaf(randn(TOKENS, HIDDEN, dtype=kind, device=CPU)), run, [norm, attended, *(part for one in projections for part in one[:5])]
 
 
 def _experts(ops, shared):
@@ -88,6 +90,7 @@ def _experts_alone(ops):
 CALLS = {
     "MLP": functools.partial(_mlp, autocast=False),
     "MLP in fp32": functools.partial(_mlp, autocast=True),
+    "MLP beside attention": functools.partial(_mlp, autocast=False, parallel=True),
     "experts": functools.partial(_experts, shared=False),
     "shared expert": functools.partial(_experts, shared=True),
     "adapted experts": _adapted_experts,
@@ -144,7 +147,8 @@ MUTANTS = [
     *errors_in(_PRODUCTS, "MLP, selective", "write_product", ("if are_watched():", "if False:"), kernels=False),
     *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
          ("stream_of(given, saved)", "2 * stream_of(given, saved)"),
-         ("saved), started[0]", "saved), 2 * started[0]", "MLP in fp32, not reentrant"),
+         ("total, started[0]", "total, 2 * started[0]", "MLP in fp32, not reentrant"),
+         ("len(started) > 1", "False", "MLP beside attention, not reentrant"),
          ("saved.made, given.whole)", "[-one for one in saved.made], given.whole)")),
     *errors_in(_NODES, "MLP, not reentrant", "_start_mlp",
          ("_mlp(given, fin", "_mlp(given._replace(tensors=given.tensors._replace(before=2 * given.tensors.before)), fin")),
