@@ -135,7 +135,7 @@ def _is_block(part: str) -> bool:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", WHOLE)
-def test_whole_layers_in_every_way_of_training(bastile, kind, way):
+def test_experts_in_every_way_of_training(bastile, kind, way):
     model = tiny_model_of(kind)
     inputs = {"position_ids": torch.cat((torch.arange(4), torch.arange(7)))[None].expand(2, -1)} if way == "packed" else {}
     if way.startswith("adapters"):
