@@ -11,7 +11,7 @@ What is transposed goes through shared memory, and single bytes are what a threa
 into one word before they are transposed: on an H200 that takes 105 % of the time of a copy of as many bytes, and transposing codes took
 250 % (8.4 us and 22.4 for 2048 x 4096, a copy 8.0).
 
-SwiGLU and its gradients are written in codes at once where a product in eight bits is all that reads them. They are rounded to bf16 first,
+SwiGLU and its gradients are written in codes at once, and also in bf16 (`_kept`) where adapters read them. They are rounded to bf16 first,
 so they have the bits of what is quantised afterwards, and stay in registers until their row's maximum is known: of a number of the forward
 pass 5 bytes move instead of 9, of one of the backward pass 10 instead of 18. What follows the rounding is computed in bf16, where an
 instruction takes two numbers: largest and least instead of sizes, and products with a power of two, which are exact. So the backward pass

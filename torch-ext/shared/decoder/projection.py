@@ -282,7 +282,9 @@ class NodeLayout:
         return found
 
     def whole_of(self, present: Sequence) -> Optional[torch.Tensor]:
-        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, or of their codes, among what is not None."""
+        """Returns the matrix in which q, k and v, or gate and up, lie side by side, weights or their codes; None where they lie apart.
+
+        present: the tensors of the node that are not None."""
         weights = [present[place] for place in self.neighbours]
         return side_by_side([each.codes if isinstance(each, EightBitWeight) else each for each in weights]) if weights else None
 

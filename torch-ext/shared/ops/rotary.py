@@ -235,7 +235,7 @@ def _partial_rows(q_shape: tuple, k_shape: tuple, processors: int) -> Tuple[int,
 
 # ---------------------------------------------------------------- for tracers
 def fake_rotary(q, k, cos, sin, heads_dim):
-    """What `rotary_forward` returns of tensors without data."""
+    """Returns tensors without data, of the shapes and strides that `rotary_forward` returns."""
     if heads_dim == 2:
         return q.new_empty(q.shape), k.new_empty(k.shape)
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))

@@ -114,7 +114,7 @@ def copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -
 
 
 class NormKind(NamedTuple):
-    """What a family's norms do with their weight, what their forward calls its input, and whether they are LayerNorms."""
+    """Describes the norms of a family: `offset`, `rounds` and `centred` as in `Norm`; `argument`, the name of their forward's input."""
 
     offset: float
     rounds: str

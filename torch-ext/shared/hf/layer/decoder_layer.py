@@ -98,7 +98,7 @@ class FusedLayer(OwnForwards):
         return Norm() if eps is None else Norm(eps, self.family.offset, self.family.rounds, self.family.centred)
 
     def run_by(self, module) -> bool:
-        """As of `OwnForwards`; a family's norms may be PyTorch's own LayerNorms."""
+        """True when calling a module runs its class's own forward and nothing else; the class may also be torch.nn.LayerNorm."""
         return runs_torchs(module, nn.LayerNorm) if type(module) is nn.LayerNorm else super().run_by(module)
 
     def spec(self, make, *values):
