@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import op_cases as cases
 from tests.models import Step, random_tokens, tiny_model
+from tests.modes import Operators, new_memory_is_nan
 from tests.ops import collected
 from tests.ops.common import BF16, FLOATS, check_each_operation, randn, self_check_of
 from tests.ops.signature import New
@@ -42,9 +43,12 @@ def calls_of(package, name, device, dtype) -> list:
 
 def check_operator(package, name, device, dtype):
     """opcheck: its schema tells the truth, nothing is overwritten or aliased, the fake tensors are like the real ones, and it
-    traces with dynamic shapes."""
+    traces with dynamic shapes. And its results are written whole, or they differ from run to run."""
     operator = custom_operators(package)[name]
     for call in calls_of(package, name, device, dtype):
+        with new_memory_is_nan(), Operators():  # under a mode it is not replayed: a plan's memory comes from another allocator
+            unwritten = [number for number, each in enumerate(tree_leaves(operator(*call))) if each.isnan().any()]
+        assert not unwritten, f"results {unwritten} of {name} have memory that nobody writes"
         torch.library.opcheck(operator, tuple(call))
 
 

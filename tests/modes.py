@@ -1,6 +1,7 @@
-"""What PyTorch's operators do while a block of code runs: how many run, and how large what they return is."""
+"""What PyTorch's operators do while a block of code runs: how many run, how large their results are, and what new memory holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,3 +30,15 @@ class Operators(TorchDispatchMode):
 def is_product(operator, args) -> bool:
     """Tells whether an operator multiplies matrices."""
     return operator.overloadpacket in PRODUCTS
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills each tensor that it allocates with NaN or the largest integer, so that what is read or returned unwritten shows."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1000).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)

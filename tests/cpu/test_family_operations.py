@@ -9,6 +9,7 @@ import torch
 from tests.cpu.conftest import kernels_of as kernels_of_package
 from tests.decoder_families import tiny
 from tests.models import Step, random_tokens
+from tests.modes import new_memory_is_nan
 from tests.ops.common import FLOATS, runtime_of
 
 # The file in tests/ops -> the files of kernel_src whose kernels it runs.
@@ -28,15 +29,12 @@ OPERATIONS = {
 def test_operation(all_operations, interpret, name, kernels, dtype):
     ran = interpret(all_operations, OPERATIONS[name]).launched if kernels else []
     failures = []
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is NaN
-    try:
+    with new_memory_is_nan():
         for case, check in importlib.import_module(f"tests.ops.{name}").all_cases(all_operations, "cpu", (dtype,)):
             try:
                 check()
             except AssertionError as error:
                 failures.append(f"{case}: {error}")
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not failures, "\n".join(failures)
     if kernels:
         files = [name, "row_norm_rotary"] if (name, dtype) == ("head_norm_rotary", torch.bfloat16) else [name]

@@ -11,6 +11,7 @@ import torch
 
 from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
+from tests.modes import new_memory_is_nan
 from tests.numerics.experts import *  # noqa: F403
 from tests.numerics.experts import ROUTES
 from tests.numerics.operations import *  # noqa: F403
@@ -42,12 +43,9 @@ def backend(package):
 
 
 @pytest.fixture(autouse=True)
-def new_memory_is_nan():
-    """What a kernel leaves unwritten, or reads before it is written, is no number: PyTorch fills new memory so under this setting."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1000).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+def poisoned():
+    with new_memory_is_nan():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.modes import new_memory_is_nan
 from tests.ops.suite import in_order, suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,12 +82,8 @@ def launched():
 
 @pytest.fixture
 def poisoned():
-    """PyTorch fills every tensor that it allocates with NaN or the largest integer, so what is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
+    with new_memory_is_nan():
+        yield
 
 
 @pytest.fixture

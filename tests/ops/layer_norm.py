@@ -151,6 +151,6 @@ def check_large(ops, device):
 OPERATORS = {
     "layer_norm_forward": lambda new: [(new(3, 1024), new(1024), new(1024, seed=1), 1e-6)],
     "layer_norm_backward": lambda new: [
-        (new(3, 1024, seed=2), new(3, 1024), new(1024), 1 + new.exact(2, 4).abs(), need) for need in (True, False)
+        (new(3, 1024, seed=2), new(3, 1024), new(1024), (1 + new.exact(2, 4).abs())[:, :3], need) for need in (True, False)
     ],
 }

@@ -1,5 +1,5 @@
 """RMSNorm and LayerNorm as a description has them: the steps and operations of `ops.rms_norm` and `ops.layer_norm` with a `Norm` instead of
-numbers. bias: of a LayerNorm, or None. rstd: of a LayerNorm, its mean and rstd, [2, at least rows]."""
+numbers. bias: of a LayerNorm, or None. rstd: of a LayerNorm, its mean and rstd, [2, rows]."""
 
 from typing import Optional, Tuple
 

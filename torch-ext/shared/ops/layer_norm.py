@@ -3,7 +3,6 @@
 from typing import Optional, Sequence, Tuple
 
 import torch
-from torch.nn import functional as F
 
 from ..runtime import launch
 from ..runtime.device import multiprocessors
@@ -54,8 +53,9 @@ _columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns,
 
 
 def statistics_of(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor for the mean and the rstd of each row of x, [2, at least `rows`], not filled: kernels take both at aligned addresses."""
-    return per_row(x, 2, -(-rows // 4) * 4)
+    """A tensor for the mean and the rstd of each row of x, [2, rows], not filled. Both start at aligned addresses, as kernels need them;
+    numbers between them, which nobody writes, are no part of it."""
+    return per_row(x, 2, -(-rows // 4) * 4)[:, :rows]
 
 
 def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,19 +78,24 @@ def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tens
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(y, statistics), whose rows are the mean and the rstd of each row of x."""
+    """(y, statistics), the mean and the rstd of each row of x, as `statistics_of` lays them out."""
     n = x.shape[-1]
     count = x.numel() // n if n else 0
     statistics = statistics_of(x, count)
     if not _fits(x, weight, bias):
         y, *found = layer_norm_reference(x, weight, bias, eps)
-        return y, statistics.copy_(F.pad(torch.stack(found), (0, statistics.shape[1] - count)))
+        return y, statistics.copy_(torch.stack(found))
     rows, weight, bias = rows_of(x, n), rows_of(weight, n)[0], rows_of(bias, n)[0]
-    y, (mean, rstd) = new_like(rows), statistics[:, :count]
+    y, (mean, rstd) = new_like(rows), statistics
     kernel = _exact_forward_kernel if weight.dtype == x.dtype and n in EXACT.get(x.dtype, ()) else _forward_kernel
     for part in slabs(rows):
         kernel(rows[part], weight, bias, y[part], mean[part], rstd[part], eps)
     return y.view(x.shape), statistics
+
+
+def _forward_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    n = x.shape[-1]
+    return x.new_empty(x.shape), statistics_of(x, x.numel() // n if n else 0)
 
 
 def _fits(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
@@ -103,12 +108,13 @@ def _backward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]); the second is empty unless it is needed. statistics: of `_forward`."""
     nothing = weight.new_empty(0)
-    mean, rstd = statistics[:, : x.numel() // x.shape[-1] if x.shape[-1] else 0]
+    mean, rstd = statistics
     if not _fits(x, weight, others=(dy,)):
         dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else nothing
     n = x.shape[-1]
     dy, x_rows, weight = rows_of(dy, n), rows_of(x, n), rows_of(weight, n)[0]
+    mean, rstd = aligned(mean), aligned(rstd)  # whoever kept them elsewhere may have brought them closer together
     dx = new_like(x_rows)
     blocks = _blocks_per_sm(x.dtype, weight.dtype, n)
     if blocks and n % SEGMENT:  # that kernel is built for aligned rows alone
@@ -139,7 +145,7 @@ def _blocks_per_sm(x_dtype, weight_dtype, length: int) -> int:
     return next((blocks for longest, blocks in BLOCKS_PER_SM[x_dtype] if length <= longest), 0)
 
 
-layer_norm_forward = traceable("layer_norm_forward", _forward)
+layer_norm_forward = traceable("layer_norm_forward", _forward, _forward_fake)
 layer_norm_backward = traceable("layer_norm_backward", _backward, then=halves)
 
 
