@@ -102,7 +102,7 @@ def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, byt
         table.add_column(column, justify="left" if column == "operation" else "right")
     for operation in dict.fromkeys(name for name, _ in variants):
         mine = {job: resources(image) for job, image in images.items() if job.operation == operation}
-        size = sum(len(data) for name, data in files.items() if name.endswith(f"/{operation}.cubins"))
+        size = len(files.get(f"{operation}.cubins", b""))
         registers = [found.registers for found in mine.values()]
         spilling = {job.variant.name for job, found in mine.items() if found.stack}
         table.add_row(

@@ -82,7 +82,7 @@ def spoilt(tmp_path, spoil):
     shutil.copytree(BUILD, folder)
     path = folder / "cubins/manifest.json"
     manifest = json.loads(path.read_text())
-    [name] = [name for name in manifest["files"] if name == "x86_64/column_sum.cubins"]
+    [name] = [name for name in manifest["files"] if name == "column_sum.cubins"]
     data = spoil(manifest, (folder / "cubins" / name).read_bytes())
     (folder / "cubins" / name).write_bytes(data)
     manifest["files"][name] = hashlib.sha256(data).hexdigest()
@@ -106,7 +106,7 @@ def image_of_another_gpu(manifest, data):
     other = next((name for name in manifest["architectures"]["x86_64"] if name not in (f"sm_{major}{minor}", "sm_80")), None)
     if other is None:
         pytest.skip("the build is for this GPU alone: make build")
-    streams = manifest["streams"]["x86_64/column_sum.cubins"]
+    streams = manifest["streams"]["column_sum.cubins"]["x86_64"]
     for places in (streams, *(variant["images"]["x86_64"] for variant in manifest["kernels"]["column_sum"])):
         places[f"sm_{major}{minor}"] = places[other]
     return data
@@ -143,7 +143,7 @@ def cut_short(data):
 def test_a_damaged_file_of_images_is_said_once_and_pytorch_takes_its_place(tmp_path, damage):
     """The driver never sees it: it would read past the end of an image that is too short."""
     shutil.copytree(BUILD, tmp_path / "build/torch-cuda")
-    path = tmp_path / "build/torch-cuda/cubins/x86_64/swiglu.cubins"
+    path = tmp_path / "build/torch-cuda/cubins/swiglu.cubins"
     path.write_bytes(damage(path.read_bytes()))
     seal(tmp_path / "build/torch-cuda")
     code, out, errors = python(USE, tmp_path)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import pytest
 
@@ -220,32 +221,37 @@ def test_what_was_not_measured_is_every_other_architecture():
 
 def test_the_manifest_names_every_file_with_its_digest(compiled):
     manifest = compiled.manifest
-    assert (manifest["format"], manifest["package"]) == (3, compiled.package.name)
+    assert (manifest["format"], manifest["package"]) == (4, compiled.package.name)
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found
     names = targets.operations(compiled.package.folder)
-    assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names} == set(manifest["streams"])
+    assert set(found) == {f"{operation}.cubins" for operation in names} == set(manifest["streams"])
     assert manifest["sources"] == {name: source_digest(name) for name in names}
 
 
-def test_the_streams_fill_their_files_and_the_images_their_streams(compiled):
+def test_the_streams_fill_their_files_the_parts_their_streams_and_the_images_their_parts(compiled):
     by_place = {(job.variant.name, job.host, job.architecture): image for job, image in compiled.images.items()}
     unpacked, used = {}, {}
-    for name, streams in compiled.manifest["streams"].items():
+    for name, hosts in compiled.manifest["streams"].items():
         file, end = compiled.files[name], 0
-        for architecture, (offset, stored, size) in sorted(streams.items(), key=lambda item: item[1]):
-            assert offset == end, name
-            end = offset + stored
-            unpacked[name, architecture] = lzma.decompress(file[offset:end])
-            assert len(unpacked[name, architecture]) == size, name
+        parts = [(place, (name, host, architecture)) for host, places in hosts.items() for architecture, place in places.items()]
+        for (start, stored), together in groupby(sorted(parts), key=lambda part: part[0][:2]):
+            assert start == end, name
+            end, stream = start + stored, lzma.decompress(file[start : start + stored])
+            filled = 0
+            for (*_, offset, size), key in together:
+                assert offset == filled, key
+                filled += size
+                unpacked[key] = stream[offset:filled]
+            assert filled == len(stream), name
         assert end == len(file), name
     for entries in compiled.manifest["kernels"].values():
         for entry in entries:
             places = [(host, architecture) for host, images in entry["images"].items() for architecture in images]
             assert sorted(places) == sorted(compiled.targets[entry["name"]]), entry["name"]
             for host, architecture in places:
-                key = f"{host}/{entry['operation']}.cubins", architecture
+                key = f"{entry['operation']}.cubins", host, architecture
                 offset, size = entry["images"][host][architecture]
                 image = unpacked[key][offset : offset + size]
                 assert image == by_place[entry["name"], host, architecture], (entry["name"], host, architecture)

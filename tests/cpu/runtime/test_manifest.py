@@ -145,7 +145,7 @@ MANIFESTS = (
     lambda text: text.replace('"parameters":[0', '"parameters":[-1'),
     lambda text: text.replace('"parameters":[0', '"parameters":[9999'),
     lambda text: text.replace('"parameters":[{', '"parameters":[[],{'),
-    lambda text: text.replace("x86_64/column_sum", "../../etc/passwd"),
+    lambda text: text.replace("column_sum.cubins", "../../etc/passwd"),
     lambda text: text.replace("bastile_column_sum", "bastile\\ud800"),
 )
 

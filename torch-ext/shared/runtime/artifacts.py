@@ -1,11 +1,13 @@
 """The prebuilt kernels on disk: the manifest, the files of compiled images, and their digests.
 
 `cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
-each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of xz streams, one for each architecture, with
-the images of all variants one after another: they are much alike, and packed together take a third of what they take separately. A GPU
-has use for one stream of a file, which is unpacked when the first of its images is asked for: 7 ms for each MB of images, on one core of a
-server. An image holds machine code for the host's processor too, which the driver runs: an image of another host would crash the process,
-so a host reads only the files of its own folder, and a file is hashed before the driver sees a byte of it.
+each host and architecture lies. An image file, `cubins/<operation>.cubins`, is a row of xz streams, one for each architecture, or for two
+that are alike (tools/pack.py). A stream has a part for each architecture and host with the images of all variants one after another: images
+are much alike, those for two hosts differ in 3 kB, and packed together all take a sixth of what they take separately. A GPU has use for one
+part of a file, for which the stream is unpacked up to the part's end when the first of its images is asked for: 6 ms for each MB of images,
+on one core of a server, and 1 ms for each MB of a part before it, which is nearly the same. An image holds machine code for the host's
+processor too, which the driver runs: an image of another host would crash the process, so a host looks for its own parts alone, and a file
+is hashed before the driver sees a byte of it.
 
 The manifest has the digests of these files, and metadata.json, which lies beside `cubins` in a build and in an installed clone, has that of
 the manifest. Sources that run in place have no metadata.json: there a manifest is checked by its form alone.
@@ -31,7 +33,7 @@ try:
 except ImportError:  # torch runs on such a Python, so the package must be importable too
     lzma = None  # type: ignore[assignment]
 
-FORMAT = 3
+FORMAT = 4
 UNPACKED = 2**23  # bytes of unpacked streams that stay in memory: the kernels of a training step are loaded in its first pass
 UNPACKERS = 4  # threads that unpack ahead
 UNPACKER_MEMORY = 2**26  # bytes that unpacking a stream may take
@@ -44,7 +46,7 @@ NO_LZMA = (
 ELF = struct.Struct("<4s28xQQ8xH2xH2x")  # header: mark, places of the tables of segments and sections, lengths of the tables
 SEGMENT, SECTION = struct.Struct("<8xQ16xQ16x"), struct.Struct("<4xI16xQQ24x")  # offset and size in the file; a section's kind before them
 NO_BITS = 8  # kind of a section that takes no room in the file
-FILE_NAME = re.compile(r"\w+/\w+\.cubins", re.ASCII)  # host and operation
+FILE_NAME = re.compile(r"\w+\.cubins", re.ASCII)  # an operation
 
 
 def folder_of_package(module: str) -> Path:
@@ -77,8 +79,8 @@ class Parameter(NamedTuple):
 
 
 class BuiltVariant(NamedTuple):
-    """One compiled form of a kernel. images: architecture -> (offset, size) in the unpacked stream of that architecture, of this host's
-    file of the operation. waits: whether the kernel itself waits for the launch before it (kernel_src/prebuild.py)."""
+    """One compiled form of a kernel. images: architecture -> (offset, size) in the part of that architecture and this host, of the
+    operation's file. waits: whether the kernel itself waits for the launch before it (kernel_src/prebuild.py)."""
 
     name: str
     operation: str
@@ -90,7 +92,7 @@ class BuiltVariant(NamedTuple):
 
 
 def host() -> str:
-    """This machine's instruction set, as the folders of `cubins` name it."""
+    """This machine's instruction set, as the manifest names it."""
     machine = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
@@ -170,7 +172,10 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
         _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), f"architectures.{host_name}")
     for name, digest in manifest["files"].items():
         _expect(FILE_NAME.fullmatch(name) is not None and isinstance(digest, str), f"files.{name}")
-        _check_places(manifest["streams"].get(name), 3, f"streams.{name}")
+        hosts = manifest["streams"].get(name)
+        _expect(isinstance(hosts, dict) and bool(hosts), f"streams.{name}")
+        for host_name, places in hosts.items():
+            _check_places(places, 4, f"streams.{name}.{host_name}")
     parameters: Any = manifest.get("parameters")
     _expect(isinstance(parameters, list), "parameters")
     for i, parameter in enumerate(parameters):
@@ -190,11 +195,11 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
             _expect(isinstance(images, dict), f"{where}.images")
             _expect(isinstance(entry.get("waits", False), bool), f"{where}.waits")
             for host_name, found in images.items():
-                file, there = f"{host_name}/{entry['operation']}.cubins", f"{where}.images.{host_name}"
+                file, there = f"{entry['operation']}.cubins", f"{where}.images.{host_name}"
                 _expect(file in manifest["files"], there)
-                streams = manifest["streams"][file]
+                parts = manifest["streams"][file].get(host_name, {})
                 for name, (offset, size) in _check_places(found, 2, there).items():
-                    _expect(name in streams and offset + size <= streams[name][2], f"{there}.{name}")
+                    _expect(name in parts and offset + size <= parts[name][3], f"{there}.{name}")
 
 
 def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> BuiltVariant:
@@ -223,7 +228,7 @@ class Artifacts:
         self._lock = threading.Lock()
         self._manifest: Optional[Dict[str, Any]] = None
         self._verified: set = set()
-        self._streams: Dict[Tuple[str, str], bytes] = {}  # by file and architecture, packed
+        self._streams: Dict[Tuple[str, str], bytes] = {}  # by file and architecture, packed, with what else the stream holds
         self._unpacked: Dict[Tuple[str, str], bytes] = {}  # the latest ones, the last used at the end
         self._unpacking: Dict[Tuple[str, str], threading.Lock] = {}  # held while a stream is unpacked
         self._variants: Dict[str, List[BuiltVariant]] = {}
@@ -303,33 +308,31 @@ class Artifacts:
         return self._variants[kernel]
 
     def verify(self, architecture: str = "") -> None:
-        """Reads this host's files, compares their digests with the manifest and their streams' places with their lengths.
+        """Reads all files, compares their digests with the manifest and the places of this host's streams with their lengths.
 
         architecture: whose images this process will ask for. They come from what is read here, also where a file changes later, and
         asking again reads nothing. Raises ArtifactError at the first file that differs, when there is a file of kernels that the
         manifest does not list, and where this Python cannot unpack them.
         """
-        here, files = host(), self.manifest["files"]
+        files = self.manifest["files"]
         if architecture and architecture in self._verified:
             return
         if lzma is None and files:
             raise ArtifactError(NO_LZMA)
         for name in files:
-            if name.startswith(here + "/"):
-                data = self._read(name)
-                streams = {found: self._cut(data, name, place) for found, place in self.manifest["streams"][name].items()}
-                if architecture in streams:
-                    self._streams[name, architecture] = streams[architecture]
-        folder = self.folder / here
-        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-            if name.endswith(".cubins") and f"{here}/{name}" not in files:
-                raise ArtifactError(f"{folder / name} is not listed in {self._path}. {DOWNLOAD}")
+            data, parts = self._read(name), self._parts(name)
+            streams = {found: self._cut(data, name, place) for found, place in parts.items()}
+            if architecture in streams:
+                self._streams[name, architecture] = streams[architecture]
+        for name in sorted(os.listdir(self.folder)):
+            if name.endswith(".cubins") and name not in files:
+                raise ArtifactError(f"{self.folder / name} is not listed in {self._path}. {DOWNLOAD}")
         self._verified.add(architecture)
 
     def image(self, variant: BuiltVariant, architecture: str) -> bytes:
         """The cubin of a variant for one architecture, from a file whose digest was right. Raises ArtifactError where it is none."""
         offset, size = variant.images[architecture]
-        name = f"{host()}/{variant.operation}.cubins"
+        name = f"{variant.operation}.cubins"
         image = self._stream(name, architecture)[offset : offset + size]
         if not _is_whole(image):
             raise ArtifactError(f"{self.folder / name}: {variant.name}, {size} bytes by {self._path}, is no whole ELF file. {DOWNLOAD}")
@@ -354,35 +357,40 @@ class Artifacts:
     def unpack_ahead(self, architecture: str) -> None:
         """Unpacks the streams of an architecture on other threads while this one goes on: those of a model take 50 ms one after the other,
         and its first step asks for most of them. Leaves a package alone whose streams would not all stay in memory."""
-        names = [name for name, places in self.manifest["streams"].items() if name.startswith(host() + "/") and architecture in places]
-        sizes = {name: self.manifest["streams"][name][architecture][2] for name in names}
+        parts = {name: self._parts(name).get(architecture) for name in self.manifest["streams"]}
+        sizes = {name: place[3] for name, place in parts.items() if place}
         if sum(sizes.values()) > UNPACKED:
             return
         pool = ThreadPoolExecutor(UNPACKERS, "bastile-unpack")
-        for name in sorted(names, key=sizes.__getitem__, reverse=True):
+        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
             pool.submit(self._stream, name, architecture)  # whoever asks for a stream gets its error
         pool.shutdown(wait=False)
+
+    def _parts(self, name: str) -> Dict[str, List[int]]:
+        """What a file has for this host, by architecture: where its stream starts and how long it is, and where the part starts and how
+        long it is in what the stream unpacks to."""
+        return self.manifest["streams"][name].get(host(), {})
 
     def _unpack(self, name: str, architecture: str) -> bytes:
         if lzma is None:
             raise ArtifactError(NO_LZMA)
-        place = self.manifest["streams"][name][architecture]
-        packed, size = self._streams.get((name, architecture)), place[2]
+        place = self._parts(name)[architecture]
+        packed, (start, size) = self._streams.get((name, architecture)), place[2:]
         if packed is None:
             packed = self._streams[name, architecture] = self._cut(self._read(name), name, place)
         unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, UNPACKER_MEMORY)
         try:
-            data = unpacker.decompress(packed, size + 1)
+            data = unpacker.decompress(packed, start + size)[start:]
         except (lzma.LZMAError, EOFError) as error:
             raise ArtifactError(f"{self.folder / name}: the images for {architecture}: {error}. {DOWNLOAD}") from None
-        if len(data) != size or not unpacker.eof or unpacker.unused_data:
+        if len(data) != size:
             raise ArtifactError(
                 f"{self.folder / name}: the images for {architecture} have not the {size} bytes that {self._path} gives them. {DOWNLOAD}"
             )
         return data
 
     def _cut(self, data: bytes, name: str, place: List[int]) -> bytes:
-        offset, stored, _ = place
+        offset, stored = place[:2]
         if offset + stored > len(data):
             raise ArtifactError(f"{self._path} is damaged (the streams of {name}). {DOWNLOAD}")
         return data[offset : offset + stored]
