@@ -24,8 +24,8 @@ import cuda.tile as ct
 from kernel_src.cross_entropy import exponents, read_lse
 from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
+from kernel_src.row_tiles import HALF, MINUS_INFINITY, piece, read
 from kernel_src.segments import two_sums
-from kernel_src.softmax import HALF, MINUS_INFINITY, piece, read
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634

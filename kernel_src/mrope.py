@@ -18,7 +18,7 @@ import cuda.tile as ct
 
 from kernel_src.prebuild import FLOATS, INT, Array, Params, Variant
 from kernel_src.rotary import read, rotate, rotate_back
-from kernel_src.softmax import HALF as HALF_PRECISION
+from kernel_src.row_tiles import HALF as HALF_PRECISION
 
 Const = ct.Constant[int]
 

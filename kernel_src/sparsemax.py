@@ -21,13 +21,9 @@ import cuda.tile as ct
 
 from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOATS, Array, PerArchitecture, Variant
-from kernel_src.segments import two_sums
-from kernel_src.softmax import (
+from kernel_src.row_tiles import (
     HALF,
-    LONGEST_HALF,
     MINUS_INFINITY,
-    PIECE,
-    WRITTEN_PIECE,
     converted_again,
     held_maxima,
     held_tiles,
@@ -35,8 +31,9 @@ from kernel_src.softmax import (
     read,
     rows_of_block,
     tile_columns,
-    whole_rows,
 )
+from kernel_src.segments import two_sums
+from kernel_src.softmax import LONGEST_HALF, PIECE, WRITTEN_PIECE, whole_rows
 
 Const = ct.Constant[int]
 

@@ -68,11 +68,13 @@ CASES = (
     {"shape": (0, 2, 20, 16)},
     {"shape": (1, 2, 0, 16)},
 )
-KERNEL, OPERATION = "kernel_src/neighborhood_attention.py", "shared/ops/neighborhood_attention.py"
+KERNEL, ROWS = "kernel_src/neighborhood_attention.py", "kernel_src/neighborhood_rows.py"
+OPERATION = "shared/ops/neighborhood_attention.py"
 MUTANTS = (
-    *generated(KERNEL, "once", "neighborhood_forward seen tile_of"),
+    *generated(KERNEL, "once", "neighborhood_forward"),
+    *generated(ROWS, "once", "seen tile_of"),
     *generated(OPERATION, "once", "_NeighborhoodAttention.backward _NeighborhoodAttention.forward"),
-    (KERNEL, "tile_of", "ct.bid(2) % dilation", "0", "once"),
+    (ROWS, "tile_of", "ct.bid(2) % dilation", "0", "once"),
     (KERNEL, "neighborhood_backward", "first - halo", "first", "once"),
     (KERNEL, "neighborhood_backward", "(places < first) | ", "", "once"),
     (KERNEL, "neighborhood_backward", "keepdims=True), theirs)", "keepdims=True), 0.0)", "once"),
