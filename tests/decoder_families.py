@@ -307,6 +307,13 @@ def step_of(model, **inputs):
     return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
+def packed_and_padded():
+    """Inputs of a plain batch, of packed documents by their positions, and of batches with padding on the left and on the right."""
+    left, right = ((torch.arange(21) >= torch.tensor([[0], [9]])).long().flip(dims) for dims in ((), (1,)))
+    padded = [{"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)} for mask in (left, right)]
+    return {}, {"position_ids": torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)}, *padded
+
+
 class Trained(NamedTuple):
     """A family whose training the tests of a feature repeat: the fixture of its package, the folder of that package's build.toml, and
     the function that makes a small model."""

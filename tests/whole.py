@@ -5,55 +5,13 @@ tests/README.md` writes the table of these.
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-
-# ---------------------------------------------------------------- which cases of a function stay
-def each_value(cases: list[pytest.Item]) -> set[int]:
-    """A few cases in which every value of every parameter occurs: again and again the one with most that are still missing."""
-    values = [
-        {(name, value if isinstance(value, (str, int, float, tuple)) else id(value)) for name, value in case.callspec.params.items()}
-        for case in cases
-    ]
-    chosen: set[int] = set()
-    missing = set().union(*values)
-    while missing:
-        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), -i))
-        chosen.add(best)
-        missing -= values[best]
-    return chosen
-
-
-def first(cases: list[pytest.Item]) -> set[int]:
-    return {0}
-
-
-def none(cases: list[pytest.Item]) -> set[int]:
-    return set()
-
-
-def one_of(pattern: str) -> Callable[[list[pytest.Item]], set[int]]:
-    """The first case of each text that a pattern finds in the ids."""
-
-    def keep(cases):
-        found: dict[str, int] = {}
-        for i, case in enumerate(cases):
-            match = re.search(pattern, case.callspec.id)
-            if match:
-                found.setdefault(match[0], i)
-        return set(found.values())
-
-    return keep
-
-
-def matching(pattern: str) -> Callable[[list[pytest.Item]], set[int]]:
-    """The cases in whose ids a pattern is found."""
-    return lambda cases: {i for i, case in enumerate(cases) if re.search(pattern, case.callspec.id)}
+from tests.kept_cases import each_value, first, matching, none, one_of
 
 
 class Group(NamedTuple):
@@ -86,7 +44,8 @@ GROUPS = (
             "test_layers.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
             "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
-            "families/test_families.py": "torch_compile attention_in_both_directions",
+            "test_moe_models.py": "torch_compile",
+            "families/test_families.py": "torch_compile",
             "families/test_logits_flow.py": "torch_compile",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
             "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
@@ -113,6 +72,13 @@ GROUPS = (
             "attention/test_attention_documents.py": "rows_without_position_ids_go_to_sdpa_in_a_graph",
             "test_sequence_parallel.py": "ulysses_compiled",
         },
+    ),
+    Group(
+        "attention in both directions, in a graph",
+        "without a graph",
+        matching("^eager"),
+        "each compiles a model",
+        {"families/test_families.py": "attention_in_both_directions"},
     ),
     Group(
         "the self checks of every package",
@@ -234,7 +200,8 @@ GROUPS = (
             "a_model_loaded_in_four_bits lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused "
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
-            "test_moe_models.py": "torch_compile",
+            "test_moe_models.py": "arguments lora gradient_checkpointing",
+            "test_decoders.py": "heads_that_the_hub_turns_keep_their_dtype",
             "test_optimizer_steps.py": "what_happens_between_steps_is_noticed",
             "test_autocast.py": "forward_and_backward_on_either_side_of_autocast",
             "test_alignment.py": "odd_addresses_in_groups_that_are_cut",
@@ -259,9 +226,24 @@ GROUPS = (
         },
     ),
     Group(
+        "families whose kernels the interpreter runs",
+        "each family in PyTorch; with kernels Llama, Hunyuan, Nemotron and Qwen2-MoE",
+        matching(r"^(?!.*-kernels)|^(llama|hunyuan_v1_dense|nemotron|qwen2_moe)-kernels"),
+        "one to four seconds each; the nodes' kernels are compared with float64 where they, the nodes or the interpreter change, and those "
+        "four have the kinds of them that there are",
+        {"families/test_families.py": "a_training_step lora documents_and_padding weights_side_by_side generation"},
+    ),
+    Group(
+        "a trainer for each of the families",
+        "Gemma 2, Nemotron, Mixtral and FlexOlmo",
+        matching(r"^(gemma2|nemotron|mixtral|flex_olmo)$"),
+        "two trainings, saved and loaded; each family trains a step in `make test`, and Llama, Gemma 3 and Phi-3 have every trainer",
+        {"test_integrations.py": "the_trainer_of_the_other_families"},
+    ),
+    Group(
         "configurations, half precision and autocast of the families",
         "one configuration of each family; half precision of Llama, Gemma 3 and Phi-3; autocast of two, and with the kernels of a third",
-        one_of(r"^(llama|gemma3_text|phi3)\b|^\w+(?=-)"),
+        one_of(r"^(llama|gemma3_text|phi3)\b|^\w+(?=-(?!kernels))|^qwen2(?=-)"),
         "each family trains a step in `make test`, and its layers are compared with transformers' own (test_rows.py)",
         {
             "families/test_families.py": "what_a_configuration_may_change half_precision_is_as_exact_as_before "

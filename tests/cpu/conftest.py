@@ -28,6 +28,12 @@ FOLDERS = {"qwen3": ".", "gpt_oss": "packages/gpt-oss", "liger": "packages/liger
 _file_of_last_test = None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    with heap.growing():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     whole.mark(items)
