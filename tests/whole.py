@@ -48,7 +48,6 @@ GROUPS = (
             "families/test_families.py": "torch_compile",
             "families/test_logits_flow.py": "torch_compile",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
-            "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
         },
     ),
     Group(
@@ -70,6 +69,7 @@ GROUPS = (
             "test_lookups.py": "a_graph_calls_it",
             "attention/test_attention_choice.py": "a_model_that_was_given_it_compiles",
             "attention/test_attention_documents.py": "rows_without_position_ids_go_to_sdpa_in_a_graph",
+            "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
             "test_sequence_parallel.py": "ulysses_compiled",
         },
     ),
@@ -208,7 +208,10 @@ GROUPS = (
             "families/test_families.py": "gradient_checkpointing adapters_of_experts_and_routers made_again_in_the_backward_pass",
             "test_recomputation.py": "each_layer_runs_twice",
             "attention/test_attention_of_others.py": "what_is_a_users_own_gets_masks_of_transformers "
-            "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention",
+            "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention "
+            "ours_that_was_asked_for_by_name_gives_way_with_a_warning",
+            "attention/test_attention_choice.py": "an_implementation_that_was_asked_for_by_name_is_kept",
+            "attention/test_attention_documents.py": "documents_of_position_ids_are_found_without_transformers",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed",
             "attention/test_replaced_defaults.py": "a_function_in_the_place_of_the_default_is_obeyed",
             "attention/test_padding_users_modules.py": "a_users_module_sees_the_whole_batch",

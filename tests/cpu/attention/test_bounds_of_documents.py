@@ -56,24 +56,24 @@ def alone(model, tokens=TOKENS, lengths=LENGTHS):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("said", HEEDED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_documents_of_all_rows_are_parted(chosen, monkeypatch, family, said):
+def test_the_documents_of_all_rows_are_parted(chosen, monkeypatch, family):
     model, reads = kernelized(chosen, monkeypatch, family)
     expected = alone(model)
-    found = model(input_ids=TOKENS, **HEEDED[said])
-    assert model.model.config._attn_implementation == "bastile" and found.past_key_values is None
-    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
-    assert len(reads) == 1, "once a pass, whatever the layers"
+    for name, said in HEEDED.items():
+        reads.clear()
+        found = model(input_ids=TOKENS, **said)
+        assert model.model.config._attn_implementation == "bastile" and found.past_key_values is None, name
+        torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert len(reads) == 1, f"{name}: once a pass, whatever the layers"
 
 
-@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
-def test_what_are_no_bounds_of_documents_is_refused(chosen, monkeypatch, family, case):
+def test_what_are_no_bounds_of_documents_is_refused(chosen, monkeypatch, family):
     model, _ = kernelized(chosen, monkeypatch, family)
-    said, text = REFUSED[case]
-    with pytest.raises(ValueError, match=text):
-        model(input_ids=TOKENS, **{"use_cache": False, **said})
+    for name, (said, text) in REFUSED.items():
+        with pytest.raises(ValueError, match=text):
+            pytest.fail(f"{name}: {model(input_ids=TOKENS, **{'use_cache': False, **said})}")
 
 
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
