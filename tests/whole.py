@@ -43,7 +43,7 @@ GROUPS = (
             "attention/test_attention_batches.py": "compile",
             "test_layers.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
-            "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
+            "test_qwen3_5_documents.py": "torch_compile_refuses",
             "test_moe_models.py": "torch_compile",
             "families/test_families.py": "torch_compile",
             "families/test_logits_flow.py": "torch_compile",
@@ -62,6 +62,7 @@ GROUPS = (
             "a_compiled_model_evaluates_in_training_mode_without_gradients a_compiled_mlp_is_computed_in_tiles "
             "a_model_compiles_with_inductor a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more",
             "test_qwen3_5_vision.py": "torch_compile",
+            "test_qwen3_5_documents.py": "torch_compile",
             "families/test_families.py": "attention_of_a_decoder_with_one_mask_has_none_when_compiled "
             "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
             "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
