@@ -188,9 +188,6 @@ CHECKS = {
     "adamw_noticed": check_that_autograd_notices_adamw,
 }
 OF_FOUR = (
-    ("end1 = end0 +", "end1 ="),
-    ("end2 = end1 +", "end2 ="),
-    ("piece - end0", "piece"),
     ("piece - end1", "piece - end0"),
     ("piece - end2", "piece - end1"),
     ("p1, g1, m1, v1, keep", "p1, g0, m1, v1, keep"),

@@ -71,28 +71,27 @@ CASES = (
 KERNEL, ROWS = "kernel_src/neighborhood_attention.py", "kernel_src/neighborhood_rows.py"
 OPERATION = "shared/ops/neighborhood_attention.py"
 MUTANTS = (
-    *generated(KERNEL, "once", "neighborhood_forward"),
+    *generated(KERNEL, "once", "neighborhood_backward neighborhood_forward", same={
+        f"ot = read_rows_of(out, at, places, (places < first) | (places >= first{more}), residue, dilation, count, D)": "nothing uses them"
+        for more in ("", " - M")
+    }),
+    *generated(KERNEL, "two kernels or causal", "neighborhood_backward_keys neighborhood_backward_queries", same={
+        f"keys, queries = positions(first, M), positions(first{right}, N)": "right is 0 in causal windows, which these are for"
+        for right in ("", " + right")
+    }),
+    *generated(KERNEL, "wide", "wide_neighborhood_backward_keys wide_neighborhood_backward_queries wide_neighborhood_forward"),
+    *generated(KERNEL, "fp32 or fp32 causal",
+               "rowwise_neighborhood_backward_keys rowwise_neighborhood_backward_queries rowwise_neighborhood_forward"),
     *generated(ROWS, "once", "seen tile_of"),
     *generated(OPERATION, "once", "_NeighborhoodAttention.backward _NeighborhoodAttention.forward"),
     (ROWS, "tile_of", "ct.bid(2) % dilation", "0", "once"),
-    (KERNEL, "neighborhood_backward", "first - halo", "first", "once"),
-    (KERNEL, "neighborhood_backward", "(places < first) | ", "", "once"),
     (KERNEL, "neighborhood_backward", "keepdims=True), theirs)", "keepdims=True), 0.0)", "once"),
-    (KERNEL, "neighborhood_backward", "ct.where(mine[:, None], ct.sum(p * dp, axis=1, keepdims=True), theirs)",
-     "ct.sum(p * dp, axis=1, keepdims=True)", "once"),
     (KERNEL, "neighborhood_backward", "ct.where(mine[:, None], ct.sum(p * dp, axis=1, keepdims=True), theirs)", "theirs", "once"),
-    (KERNEL, "neighborhood_backward", "(places >= first) & ", "", "once"),
     (KERNEL, "neighborhood_backward", "ct.minimum(first + M, count)", "ct.minimum(first + M - 1, count)", "once"),
-    (KERNEL, "neighborhood_backward", " * scale, kt", ", kt", "once"),
-    (KERNEL, "neighborhood_backward_queries", "p * (dp - sums)", "p * dp", "two kernels"),
     (KERNEL, "neighborhood_backward_keys", "first - right", "first - left", "causal"),
-    (KERNEL, "neighborhood_backward_keys", "acc * scale", "acc", "two kernels"),
-    (KERNEL, "wide_neighborhood_forward", "acc * keep", "acc", "wide"),
     (KERNEL, "wide_neighborhood_forward", "first + M + right", "first + right", "wide"),
-    (KERNEL, "wide_neighborhood_backward_queries", "dp - sums[:, None]", "dp", "wide"),
     (KERNEL, "wide_neighborhood_backward_keys", "first + M + left", "first + left", "wide"),
     (KERNEL, "rowwise_neighborhood_forward", "range(left + right + 1)", "range(left + right)", "fp32"),
-    (KERNEL, "rowwise_neighborhood_backward_queries", "- sums) * kt", ") * kt", "fp32"),
     (KERNEL, "rowwise_neighborhood_backward_keys", "m - right", "m - left", "fp32 causal"),
     (OPERATION, "neighborhood_attention", "0 if causal else left", "left", "causal"),
     (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch", False),
