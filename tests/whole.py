@@ -209,8 +209,7 @@ GROUPS = (
             "families/test_families.py": "gradient_checkpointing adapters_of_experts_and_routers made_again_in_the_backward_pass",
             "test_recomputation.py": "each_layer_runs_twice",
             "attention/test_attention_of_others.py": "what_is_a_users_own_gets_masks_of_transformers "
-            "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention "
-            "ours_that_was_asked_for_by_name_gives_way_with_a_warning",
+            "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention",
             "attention/test_attention_choice.py": "an_implementation_that_was_asked_for_by_name_is_kept",
             "attention/test_attention_documents.py": "documents_of_position_ids_are_found_without_transformers",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed",
