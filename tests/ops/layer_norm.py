@@ -104,6 +104,7 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "ct.minimum(i + ct.num_blocks(0), last)", "i", "exact many"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "(block, 1, column), dbias", "(block, 1, column), dweight", "exact"),
+    ("shared/ops/layer_norm.py", "_read_by_kernels", "key = number, n,", "key = n,", "no parameters"),
     ("shared/ops/layer_norm.py", "_backward", "if blocks and n % SEGMENT:", "if False:", "misaligned"),
     ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = layer", "dbias, dweight = layer", "whole"),
 )
@@ -114,6 +115,8 @@ CHECKS = of_suite({
     "exact many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 4096)),
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77), eps=0.5),
+    "weight alone": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768), parameters="weight"),
+    "no parameters": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 4096), parameters="none"),
     "bias alone": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768), parameters="bias"),
     "misaligned": never_refused(lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 73), view=lambda x: x[:, 1:])),
 })
@@ -149,8 +152,11 @@ def check_large(ops, device):
 
 
 OPERATORS = {
-    "layer_norm_forward": lambda new: [(new(3, 1024), new(1024), new(1024, seed=1), 1e-6)],
+    "layer_norm_forward": lambda new: [
+        (new(3, 1024), *parameters, 1e-6) for parameters in ((new(1024), new(1024, seed=1)), (new(1024), None), (None, None))
+    ],
     "layer_norm_backward": lambda new: [
-        (new(3, 1024, seed=2), new(3, 1024), new(1024), (1 + new.exact(2, 4).abs())[:, :3], need) for need in (True, False)
+        (new(3, 1024, seed=2), new(3, 1024), weight, (1 + new.exact(2, 4).abs())[:, :3], need)
+        for weight, need in ((new(1024), True), (new(1024), False), (None, False))
     ],
 }

@@ -30,6 +30,7 @@ from .steps import (
     needs_any,
     scaled,
     wanted,
+    with_branch,
 )
 
 __all__ = [
@@ -50,7 +51,7 @@ class OutputGroups(NamedTuple):
 class MLPSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
-    total: the residual stream after attention, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
+    total: the residual stream that the norm read, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
     recomputes them, up also without a gate; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None
     without such a norm; made: `all_made` of the projections.
     """
@@ -134,7 +135,7 @@ def mlp_finish(
 ) -> Tuple[torch.Tensor, Optionals, Optionals]:
     """The result, and `branch` and `branch_rstd` of `MLPSaved`.
 
-    shape: of the result; behind: the weight of the branch's norm; total, hidden: of `mlp_start`; down: begun.
+    shape: of the result; behind: the weight of the branch's norm; total: of `with_branch`; hidden: of `mlp_start`; down: begun.
     """
     if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype and not down.group.eight:  # those add to nothing
         out = torch.empty(shape, dtype=total.dtype, device=total.device)
@@ -147,7 +148,8 @@ def mlp_finish(
 def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
     """The result and what is saved. both: as of `mlp_start`."""
     hidden, saved = mlp_start(spec, tensors, groups, both)
-    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, saved.total, hidden, groups.down)
+    total = with_branch(spec, saved.total, tensors.attended, groups.o)
+    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, total, hidden, groups.down)
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
@@ -189,7 +191,8 @@ def tiled_finish(
 def tiled_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, tile: int) -> Tuple[torch.Tensor, MLPSaved]:
     """The result and what is saved."""
     y, saved = tiled_start(spec, tensors, groups)
-    out, branch, branch_rstd = tiled_finish(spec, tensors.x.shape, tensors.behind, saved.total, y, groups, tile)
+    total = with_branch(spec, saved.total, tensors.attended, groups.o)
+    out, branch, branch_rstd = tiled_finish(spec, tensors.x.shape, tensors.behind, total, y, groups, tile)
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 

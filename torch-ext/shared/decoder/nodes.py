@@ -31,7 +31,7 @@ from .norms import norm_reference
 from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
-from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped
+from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped, with_branch
 
 __all__ = [
     "AFTER_ATTENTION", "TILE_OF", "add_branch_reference", "groups_of", "named", "norm_attention_inputs", "norm_mlp", "product_dtype",
@@ -235,7 +235,7 @@ def _mlp(given: Given, finish: bool = True) -> Tuple[list, MLPSaved]:
     else:
         both = _side_by_side(given, given.tensors.x, found[-2].group)
         first, saved = (mlp_forward if finish else mlp_start)(spec, given.tensors, groups, both)
-    return [first] if finish or not spec.parallel else [first, saved.total], _saved(given, saved, found, both)
+    return [first], _saved(given, saved, found, both)
 
 
 def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
@@ -243,13 +243,13 @@ def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
 
 
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
-    """Computes the result from the last product's input, or in tiles from that of gate and up, and beside attention from the stream."""
-    found, tile = of_second_half_loaded(groups_of(given), saved.made, given.whole), _tile_of(given)
-    total = started[1] if len(started) > 1 else stream_of(given, saved)
-    known = given.layout.spec.outputs, given.tensors.x.shape, None, total, started[0]
+    """Computes the result from the last product's input, or in tiles from that of gate and up."""
+    groups, tile = named(given, of_second_half_loaded(groups_of(given), saved.made, given.whole)), _tile_of(given)
+    spec, tensors = given.layout.spec.outputs, given.tensors
+    known = spec, tensors.x.shape, None, with_branch(spec, stream_of(given, saved), tensors.attended, groups.o), started[0]
     if tile:
-        return tiled_finish(*known, named(given, found), tile)[0]
-    return mlp_finish(*known, found[-1])[0]
+        return tiled_finish(*known, groups, tile)[0]
+    return mlp_finish(*known, groups.down)[0]
 
 
 def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:

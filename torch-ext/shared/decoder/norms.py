@@ -24,15 +24,15 @@ def is_plain(norm: Norm) -> bool:
     return norm.rounds == "first" and not norm.offset
 
 
-def _affine(norm: Norm, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> Pair:
-    """The weight and the bias that a LayerNorm computes with. Nemotron adds 1 to the weight in the weight's own dtype."""
-    return weight + norm.offset if norm.offset else weight, torch.zeros_like(weight) if bias is None else bias
+def _scale(norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+    """What a LayerNorm multiplies by. Nemotron adds 1 to the weight in the weight's own dtype."""
+    return weight + norm.offset if norm.offset else weight
 
 
 def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """A norm in PyTorch, which can differentiate it."""
     if norm.centred:
-        return layer_norm.layer_norm_reference(x, *_affine(norm, weight, bias), norm.eps)[0]
+        return layer_norm.layer_norm_reference(x, _scale(norm, weight), bias, norm.eps)[0]
     return norms.rms_norm_reference(x, weight, norm.eps, None, norm.offset, norm.rounds)[0]
 
 
@@ -41,7 +41,7 @@ def norm_forward(
 ) -> Pair:
     """(y, rstd). dtype: of y."""
     if norm.centred:
-        y, statistics = layer_norm.layer_norm_forward(x, *_affine(norm, weight, bias), norm.eps)
+        y, statistics = layer_norm.layer_norm_forward(x, _scale(norm, weight), bias, norm.eps)
         return y.to(dtype or y.dtype), statistics
     return norms.rms_norm_forward(x, weight, norm.eps, dtype, norm.offset, norm.rounds)
 
@@ -50,7 +50,11 @@ def normed_again(
     norm: Norm, x: torch.Tensor, weight: Optional[torch.Tensor], rstd: Optional[torch.Tensor], dtype: torch.dtype,
     bias: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The normalised input of projections that `norm_forward` gave of x, bit for bit; x in a dtype where there is no norm."""
+    """The normalised input of projections that `norm_forward` gave of x, bit for bit; x in a dtype where there is no norm.
+
+    A LayerNorm runs again, though its mean and rstd are known: only its kernel rounds as its kernel did, once, with a multiplication and
+    an addition in one operation, and it reads x and writes y, where PyTorch's operations would also write and read fp32 in between.
+    """
     if weight is None or rstd is None:
         return x.to(dtype)
     if norm.centred:
@@ -90,8 +94,7 @@ def add_norm_backward(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(dx + dtotal, dweight, dbias), the last one None of an RMSNorm; x: what was normalised; need: whether of weight or bias."""
     if norm.centred:
-        scale, _ = _affine(norm, weight, weight)
-        dx, dweight, dbias = layer_norm.layer_norm_backward(dy.to(x.dtype), x, scale, rstd, need)
+        dx, dweight, dbias = layer_norm.layer_norm_backward(dy.to(x.dtype), x, _scale(norm, weight), rstd, need)
         return dx.add_(dtotal), dweight, dbias
     return (*norms.add_rms_norm_backward(dy, dtotal, x, weight, rstd, need, norm.offset), None)
 
@@ -104,7 +107,7 @@ def add_rms_norm(norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: to
 def any_norm(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """y of either kind as a differentiable operation."""
     if norm.centred:
-        return layer_norm.layer_norm(x, *_affine(norm, weight, bias), norm.eps)
+        return layer_norm.layer_norm(x, _scale(norm, weight), bias, norm.eps)
     return rms_norm(norm, x, weight)
 
 

@@ -300,6 +300,8 @@ def _check(spec: SparseSpec, tensors: SparseTensors, projections: Sequence[Proje
     need_floats(x=x)
     if x.dim() == 0 or down.dim() != 3:
         fail("weights.down", describe(down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
+    if spec.outputs.parallel:
+        fail("spec.parallel", True, "False: experts read what attention made of the stream")
     transposed = spec.gate.transposed
     hidden, experts, width = x.shape[-1], down.shape[0], down.shape[1 if transposed else 2]
     if attended is not None:

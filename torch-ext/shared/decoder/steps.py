@@ -21,6 +21,7 @@ from .spec import Inputs, Outputs
 __all__ = [
     "InputSaved", "InputTensors", "Joined", "JoinedGradients", "Optionals", "OutputTensors", "flat_heads", "in_heads", "inputs_backward",
     "inputs_forward", "join_backward", "join_forward", "need_join", "needs_any", "scaled", "shaped", "wanted",
+    "with_branch",
 ]  # fmt: skip
 
 Optionals = Optional[torch.Tensor]
@@ -176,12 +177,15 @@ def scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
 
 
 def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections], dtype: torch.dtype) -> Joined:
-    """Attention's branch, added to the residual stream, and the norm of the sum. dtype: of the products."""
+    """Attention's branch, added to the residual stream, and the norm of the sum. Of an MLP beside attention that branch only begins
+    (`with_branch`), and the norm is of the stream itself. dtype: of the products."""
     x, norm, bias = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before, tensors.before_bias
     branch = kept = o_rstd = rstd = None
-    if o is not None and tensors.attended is not None:
+    if o is not None and tensors.attended is not None and spec.parallel:
+        o.begin(flat_heads(tensors.attended))
+    elif o is not None and tensors.attended is not None:
         (branch,) = o.forward(flat_heads(tensors.attended))
-        if tensors.after is not None and spec.multiplier == 1 and not spec.parallel and (norm is None or spec.after == spec.before):
+        if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
             if norm is None:
                 total, o_rstd = norm_add_forward(spec.after, branch, x, tensors.after)
                 return Joined(total, total.to(dtype), branch, None, o_rstd)
@@ -190,21 +194,30 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
         if tensors.after is not None:
             kept = branch
             branch, o_rstd = norm_forward(spec.after, kept, tensors.after, dtype)
-    if branch is not None and norm is not None and not spec.parallel:  # a GEMM that adds would first copy what it adds to
+    if branch is not None and norm is not None:  # a GEMM that adds would first copy what it adds to
         total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier, bias)
         return Joined(total, y, kept, rstd, o_rstd)
     total = x if branch is None else torch.add(x, branch, alpha=spec.multiplier)
     if norm is None:
-        y = (x if spec.parallel else total).to(dtype)
+        y = total.to(dtype)
     else:
-        y, rstd = norm_forward(spec.before, x if spec.parallel else total, norm, dtype, bias)
+        y, rstd = norm_forward(spec.before, total, norm, dtype, bias)
     return Joined(total, y, kept, rstd, o_rstd)
+
+
+def with_branch(spec: Outputs, total: torch.Tensor, attended: Optionals, o: Optional[Projections]) -> torch.Tensor:
+    """What the MLP's branch is added to. total: of `join_forward`, to which the branch of an MLP beside attention is added here: only the
+    result reads that sum."""
+    if not spec.parallel or o is None or attended is None:
+        return total
+    (branch,) = o.again(flat_heads(attended))
+    return torch.add(total, branch, alpha=spec.multiplier)
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
                   need: Any, need_o: Sequence[PartNeeds]) -> JoinedGradients:
-    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read, and of an MLP beside
-    attention total is the stream that its norm read. need: whether each of the tensors needs a gradient; None for what does not."""
+    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. need:
+    whether each of the tensors needs a gradient; None for what does not."""
     dbefore = dbias = dafter = dattended = None
     do, dbranch = [Parts()] * len(need_o), dtotal
     if tensors.before is None or joined.rstd is None:

@@ -1,12 +1,14 @@
 """LayerNorm: y = weight * (x - mean) * rstd + bias over the last dimensions (arXiv 1607.06450)."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
 from ..runtime import launch
 from ..runtime.device import multiprocessors
+from ..runtime.graphs import is_recording
 from ..runtime.launch import Kernel
+from ..runtime.replay import constant
 from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, aligned, column_sum_of, new_like, sum_of_rows
 from .autograd import Function, apply_function, needs_formula
@@ -24,6 +26,7 @@ BLOCKS_PER_SM = {
 }
 EXACT = {torch.bfloat16: (4096,)}  # lengths of rows with kernels of their own
 GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
+Parameter = Optional[torch.Tensor]
 
 
 def _rows_and_columns(x, weight, bias, y, *statistics):
@@ -64,7 +67,8 @@ def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tens
     mean = xf.mean(-1, keepdim=True)
     deviation = xf - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
-    return (weight * (deviation * rstd) + bias).to(x.dtype), mean.flatten(), rstd.flatten()
+    y = deviation * rstd if weight is None else weight * (deviation * rstd)
+    return (y if bias is None else y + bias).to(x.dtype), mean.flatten(), rstd.flatten()
 
 
 def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -72,12 +76,37 @@ def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tens
     acc = accumulation_dtype(x.dtype)
     mean, rstd = (t.reshape(x.shape[:-1] + (1,)) for t in (mean, rstd))
     n, d = (x.to(acc) - mean) * rstd, dy.to(acc)
-    g = d * weight.to(acc)
+    g = d if weight is None else d * weight.to(acc)
     dx = (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx.to(x.dtype), torch.stack([sum_of_rows(t) for t in (d * n, d)]).to(weight.dtype)
+    return dx.to(x.dtype), torch.stack([sum_of_rows(t) for t in (d * n, d)]).to(x.dtype if weight is None else weight.dtype)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+_filled: Dict[tuple, torch.Tensor] = {}  # by the number, the length, the dtype and the device
+
+
+def _read_by_kernels(parameter: Parameter, number: float, x: torch.Tensor, like: Parameter) -> torch.Tensor:
+    """A weight or bias [n] as kernels read it: of a LayerNorm without it, `number` n times, of the dtype of `like` or x.
+
+    Kernels alone read that tensor, so it is made once in a process, and waited for, as the next pass may be on another stream. While a
+    CUDA graph is recorded a new one is made, which the graph fills at each replay.
+    """
+    n = x.shape[-1]
+    if parameter is not None:
+        return rows_of(parameter, n)[0]
+    key = number, n, (x if like is None else like).dtype, x.device
+    found = _filled.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.full((n,), number, dtype=key[2], device=x.device)
+        if is_recording(x):
+            return found
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
+        _filled[key] = constant(found)
+    return found
+
+
+def _forward(x: torch.Tensor, weight: Parameter, bias: Parameter, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
     """(y, statistics), the mean and the rstd of each row of x, as `statistics_of` lays them out."""
     n = x.shape[-1]
     count = x.numel() // n if n else 0
@@ -85,7 +114,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
     if not _fits(x, weight, bias):
         y, *found = layer_norm_reference(x, weight, bias, eps)
         return y, statistics.copy_(torch.stack(found))
-    rows, weight, bias = rows_of(x, n), rows_of(weight, n)[0], rows_of(bias, n)[0]
+    rows, weight, bias = rows_of(x, n), _read_by_kernels(weight, 1.0, x, bias), _read_by_kernels(bias, 0.0, x, weight)
     y, (mean, rstd) = new_like(rows), statistics
     kernel = _exact_forward_kernel if weight.dtype == x.dtype and n in EXACT.get(x.dtype, ()) else _forward_kernel
     for part in slabs(rows):
@@ -93,27 +122,28 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
     return y.view(x.shape), statistics
 
 
-def _forward_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+def _forward_fake(x: torch.Tensor, weight: Parameter, bias: Parameter, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
     n = x.shape[-1]
     return x.new_empty(x.shape), statistics_of(x, x.numel() // n if n else 0)
 
 
-def _fits(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
+def _fits(x: torch.Tensor, *parameters: Parameter, others: Sequence[torch.Tensor] = ()) -> bool:
     """Whether kernels take this, and the package has them: a decoder's may run without."""
-    return kernels_take(x, *parameters, others=others) and "layer_norm" in launch.backend.artifacts.operations()
+    given = [each for each in parameters if each is not None]
+    return kernels_take(x, *given or (x,), others=others) and "layer_norm" in launch.backend.artifacts.operations()
 
 
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, statistics: torch.Tensor, need_parameters: bool
+    dy: torch.Tensor, x: torch.Tensor, weight: Parameter, statistics: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]); the second is empty unless it is needed. statistics: of `_forward`."""
-    nothing = weight.new_empty(0)
+    nothing = (x if weight is None else weight).new_empty(0)
     mean, rstd = statistics
     if not _fits(x, weight, others=(dy,)):
         dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else nothing
     n = x.shape[-1]
-    dy, x_rows, weight = rows_of(dy, n), rows_of(x, n), rows_of(weight, n)[0]
+    dy, x_rows, weight = rows_of(dy, n), rows_of(x, n), _read_by_kernels(weight, 1.0, x, None)
     mean, rstd = aligned(mean), aligned(rstd)  # whoever kept them elsewhere may have brought them closer together
     dx = new_like(x_rows)
     blocks = _blocks_per_sm(x.dtype, weight.dtype, n)
@@ -184,11 +214,10 @@ def layer_norm(
             fail(name, describe(parameter), f"one value for each of the last dimensions {list(shape)} of x, on {x.device}")
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
-    like = given[0][1] if given else x.new_empty(0)
-    weight = like.new_ones(shape) if weight is None else weight
-    bias = like.new_zeros(shape) if bias is None else bias
+    if weight is None and bias is not None:
+        weight = bias.new_ones(shape)
     if len(shape) > 1:
-        flat = layer_norm(x.flatten(-len(shape)), weight.flatten(), bias.flatten(), eps)
+        flat = layer_norm(x.flatten(-len(shape)), *[each if each is None else each.flatten() for each in (weight, bias)], eps)
         return flat.view(x.shape)
     if needs_formula(x, weight, bias):
         return layer_norm_reference(x, weight, bias, float(eps))[0]
