@@ -28,7 +28,7 @@ MISSING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     "nemotron": {"num_key_value_heads": 8},
 }
 OPERATIONS = "RMSNorm", "MLP", "rotary embedding"

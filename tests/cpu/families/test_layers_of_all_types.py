@@ -15,7 +15,8 @@ from tools.family_loss import names_of
 TINY = {
     "norms that are called": ("olmo", "q_proj, k_proj, v_proj, rotary"),
     "side by side, of one norm, angles of neighbours": ("cohere", "norm, gate_proj, up_proj, down_proj"),
-    "side by side, a part of each head turned": ("phi", "norm, q_proj, k_proj, v_proj, rotary"),
+    "side by side, a part of each head turned, GELU written out": ("phi", "norm, fc1, fc2"),
+    "SiLU as a function, attention without dropout, convolutions": ("lfm2", "norm, w1, w3, w2"),
     "no other arguments, a gate behind a LayerNorm": ("stablelm", "norm, gate_proj, up_proj, down_proj"),
     "experts behind a LayerNorm": ("phimoe", "norm, q_proj, k_proj, v_proj, rotary"),
     "inputs of each layer, and a scale": ("gemma4_text", "norm, gate_proj, up_proj, down_proj"),
@@ -29,7 +30,7 @@ TINY = {
     "other names of everything": ("recurrent_gemma", "norm, gate_proj, up_proj, down_proj"),
     "made with more than a configuration": ("moshi", ""),
     "a delta net in most layers": ("kimi_linear", "norm, gate_proj, up_proj, down_proj"),
-    "cross-attention": ("mllama", "norm, gate_proj, up_proj, down_proj"),
+    "attention's dropout under another name": ("mllama", "norm, q_proj, k_proj, v_proj, rotary"),
 }
 WITH_SHARED = "norm, router, experts, shared expert"
 # Those with experts whose block is read: (type, the parts that run fused).
@@ -90,6 +91,22 @@ def test_layers_are_those_of_transformers(request, what):
     assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize("checkpoints", (False, True))
+def test_attention_drops_what_its_own_attribute_says(bastile, checkpoints):
+    model = tiny_model_of("mllama")
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    without = _step(model)
+    for module in model.modules():
+        if type(vars(module).get("dropout")) in (int, float):
+            module.dropout = 0.3
+    expected = _step(model)
+    assert relative_error(without.loss, expected.loss) > 1e-4, "nothing is dropped"
+    bastile.kernelize(model, attention=False, keep_attention=checkpoints)
+    assert not any(row.code == "called" for row in bastile.explain(model).rows)
+    check_same([_step(model)], [expected])
+
+
 def _all_of(model) -> tuple:
     """(steps without padding, with it on the left and on the right; the tokens that are generated)."""
     tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -109,7 +126,8 @@ def _all_of(model) -> tuple:
 
 
 # Of which nothing is called: with experts, and with an MLP beside attention behind one LayerNorm.
-WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere"
+WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere", "phi"
+MLPS = "norm, gate_proj, up_proj, down_proj", "norm, fc1, fc2"
 WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
 
 
@@ -130,7 +148,7 @@ def _adapted(model, way):
 
 
 def _is_block(part: str) -> bool:
-    return "experts" in part or part == "norm, gate_proj, up_proj, down_proj"
+    return "experts" in part or part in MLPS
 
 
 @pytest.mark.parametrize("way", WAYS)

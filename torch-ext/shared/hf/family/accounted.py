@@ -13,7 +13,7 @@ MODULE = "self"  # stands for a module that its forward gives to a function, whi
 # What the layers compute with in every family.
 NORM = {"weight", "variance_epsilon", "eps", "_norm"}
 LAYER_NORM = {*NORM, "bias", "normalized_shape"}
-ATTENTION = {"o_proj", "head_dim", "scaling", "attention_dropout", "training", "layer_idx", "config._attn_implementation", MODULE}
+ATTENTION = {"o_proj", "head_dim", "scaling", "training", "layer_idx", "config._attn_implementation", MODULE}
 PACKED = {"config.num_attention_heads", "config.num_key_value_heads", "num_key_value_heads"}  # a packed projection's rows follow from them
 ROUTER = {"weight", "top_k", "norm_topk_prob", "hidden_dim", "num_experts"}
 BLOCK = {"experts", "input_size"}
@@ -33,7 +33,7 @@ def accounted(family) -> Dict[str, Names]:
     """Lists, by class, the attributes that a row (`families.Family`) accounts for in the forwards that its layers stand in for."""
     prefix, sparse, mixers = family.prefix, family.sparse, family.mixers
     options = {f"config.{path[1]}" if path[0] == "config" else path[0] for _, *path in family.options}
-    attention = {*ATTENTION, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
+    attention = {*ATTENTION, family.attention_dropout, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
     attention |= {*family.head_norms} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
     absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, a path below it)

@@ -21,7 +21,9 @@ __all__ = [
     "GivenArgument", "Handed", "Method", "argument_names", "is_table", "kind_of",
 ]  # fmt: skip
 
-ELEMENTWISE = {torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", torch.tanh: "tanh", nn.functional.tanh: "tanh"}
+ELEMENTWISE = {
+    torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", torch.tanh: "tanh", nn.functional.tanh: "tanh", nn.functional.silu: "silu",
+}  # fmt: skip
 IMPLEMENTATION = "config", "_attn_implementation"
 IMPLEMENTATIONS = "sdpa", "flash_attention_2", "flex_attention", "another"  # beside "eager"
 
@@ -63,7 +65,7 @@ class Handed(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """How attention was called. options: beside dropout and scaling."""
+    """How attention was called. options: beside dropout and scaling. dropout: in training."""
 
     q: Tensor
     k: Tensor
@@ -197,8 +199,8 @@ class Calls:
         if not heads or kwargs.pop("scaling", None) != Fact(getattr(self.module, "scaling", None), ("scaling",)):
             raise self._refused(node, "calls attention with a scaling of its own, or other axes")
         dropout = kwargs.pop("dropout", Fact(0.0))
-        wanted = Fact(getattr(self.module, "attention_dropout", None), ("attention_dropout",)) if self.training else Fact(0.0)
-        if dropout != wanted:
+        held = isinstance(dropout, Fact) and len(dropout.path) == 1 and type(vars(self.module).get(dropout.path[0])) in (int, float)
+        if dropout != Fact(0.0) and not (held and self.training):
             raise self._refused(node, "calls attention with a dropout of its own")
         if [x.op.kind for x in (k, v)] != ["cached", "cached"] or (k.op.name, v.op.name) != ("k", "v"):
             raise self._refused(node, "calls attention with keys and values that are not those of the cache")

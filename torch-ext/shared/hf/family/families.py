@@ -100,26 +100,28 @@ class Family(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds, centred: see
     `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
-    gate_up: the projections, several or a packed one. activation: as of `decoder.spec.Outputs`, in the attribute act. rotary: "halves" or
-    "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
-    as they always are in such a family. turned: attention's attribute that switches the rotary embedding, or None for always. multiplier:
-    the layer's attribute, of both branches. options: what attention is called with beside the scaling, each a name and the attributes that
-    lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a branch. sparse: of layers with experts. mlp:
-    whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP or the experts, and the MLP's last
-    projection. absent: the layer's attributes, or paths of them with dots, that are missing, None or 0 in a layer that is taken apart.
-    norm_argument, mlp_argument: what the norms' and the MLP's forward call their input. takes: a decoder layer's arguments in transformers'
-    order, by their names in transformers 5.17. decoder: the class of the decoder without its head, the prefix and "Model" by default.
-    mixers: what may mix a layer's tokens instead of plain attention. divisor, softcap: attributes of the configuration, by which logits are
-    divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries after their rotary
-    embedding, and the entries of the configuration's rope_parameters that it takes after the positions. whole: the model with a vision
-    tower, where there is no causal LM of the decoder alone; towers: those models where there is one. routed: whether the causal LM's
-    forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and "MLP" by
-    default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of attention, the MLP or norms
-    where they compute what no row can say: they are called as the modules that they are, and the layer around them is fused. attention: the
-    layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms of q and k. parallel: whether
-    the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of neighbours are neighbours. gated:
-    whether the MLP has a gate, without which gate_up is the one projection in front of the activation. turned_first: whether the norms of
-    heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for torch.nn.LayerNorm.
+    gate_up: the projections, several or a packed one. activation: as of `decoder.spec.Outputs`, in the attribute act, "" where a function
+    of PyTorch is called instead. rotary: "halves" or "pairs". partial: whether the angles may be those of a part of a head. narrow: whether
+    q and k keep their dtype where angles are wider, as they always are in such a family. turned: attention's attribute that switches the
+    rotary embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside
+    the scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
+    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
+    or the experts, and the MLP's last projection. absent: the layer's attributes, or paths of them with dots, that are missing, None or 0
+    in a layer that is taken apart. norm_argument, mlp_argument: what the norms' and the MLP's forward call their input. takes: a decoder
+    layer's arguments in transformers' order, by their names in transformers 5.17. decoder: the class of the decoder without its head, the
+    prefix and "Model" by default. mixers: what may mix a layer's tokens instead of plain attention. divisor, softcap: attributes of the
+    configuration, by which logits are divided, and that caps them. position_scale: the module's function that gives each position's factor
+    of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it takes after the positions.
+    whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models where there is one. routed:
+    whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class,
+    the prefix and "MLP" by default. half_angles: whether cos and sin are half as wide as a head. called: the layer's attributes of
+    attention, the MLP or norms where they compute what no row can say: they are called as the modules that they are, and the layer around
+    them is fused. attention: the layer's attribute of attention; output, head_norms: its attributes of the last projection and of the norms
+    of q and k. parallel: whether the MLP reads the layer's input, too, not what attention made of it. spread: whether the angles of
+    neighbours are neighbours. gated: whether the MLP has a gate, without which gate_up is the one projection in front of the activation.
+    turned_first: whether the norms of heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for
+    torch.nn.LayerNorm. attention_dropout: attention's attribute of the probability with which it drops what it attends to, "" where it
+    never does.
     """
 
     model: str
@@ -168,6 +170,7 @@ class Family(NamedTuple):
     turned_first: bool = False
     centred: bool = False
     norm_name: str = "RMSNorm"
+    attention_dropout: str = "attention_dropout"
 
     def norm_class(self) -> str:
         """The class of the norms; "" where it is PyTorch's."""

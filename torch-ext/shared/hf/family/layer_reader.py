@@ -37,7 +37,7 @@ class Reading:
         self.arguments: Dict[str, Any] = {}
 
     def evaluated(self, layer: int, at: Path, angles: Any = ANGLES, roles: Mapping[str, str] = {}) -> Tuple[Any, Evaluator]:
-        """Returns the result of a forward of a layer's module, the same in training and in evaluation, and its evaluator."""
+        """Returns the result of a forward of a layer's module, the same in training and in evaluation, and its evaluator in training."""
         module: Any = follow(self.layers[layer], at)
         found = [Evaluator(module, roles, training) for training in (False, True)]
         values = [each.run(self.hidden, angles) for each in found]

@@ -12,7 +12,7 @@ from torch import nn
 from ..parts.explanation import Reason
 from ..parts.facts import Fact, NotServed, Path, follow
 from ..parts.lookups import ROTARY
-from ..parts.modules import ACTIVATIONS, original_forward
+from ..parts.modules import ACTIVATION_CLASSES, ACTIVATIONS, original_forward
 from .arguments import former
 from .calls import ARGUMENT, COS, SIN, argument_names, kind_of
 from .evaluator import Evaluator
@@ -27,8 +27,9 @@ __all__ = ["Row", "class_names", "experts_of_called", "row_of"]
 
 # Of an expert for all tokens.
 SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu", "gated": True}
-ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
-UNGATED_NAMES = {**ACTIVATION_NAMES, "GELUActivation": "gelu", "ReLUSquaredActivation": "relu2"}
+ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", **ACTIVATION_CLASSES}
+GATED = "silu", "gelu_tanh"  # what may be multiplied by up
+ACTIVATING = "activation", "silu"  # a module, or the function
 
 
 class Row(NamedTuple):
@@ -125,7 +126,8 @@ def _attention_of(value, found: Evaluator) -> Facts:
         qkv = (q.of[0].name,)
     else:
         raise NotServed(f"{found.text.name} makes q, k, v by {q}; {k}; {v}")
-    of_heads = {"qk_norm": norm, "head_norms": norms, "position_scale": scale}
+    dropout = found.attended.dropout.path[0] if found.attended.dropout.path else ""
+    of_heads = {"qk_norm": norm, "head_norms": norms, "position_scale": scale, "attention_dropout": dropout}
     return {**of_heads, "qkv": qkv, "output": output.name, "turned": turned, "part": part, "turned_first": turned_first}
 
 
@@ -150,10 +152,10 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
     value, found = reading.evaluated(index, at)
     op = value.op if isinstance(value, Tensor) else Op("something else")
     hidden = op.of[0] if op.kind == "linear" else op
-    gated = op.kind != "linear" or hidden.kind != "activation"
-    if gated and (hidden.kind != "multiply" or [each.kind for each in hidden.of].count("activation") != 1):
+    gated = op.kind != "linear" or hidden.kind not in ACTIVATING
+    if gated and (hidden.kind != "multiply" or [each.kind in ACTIVATING for each in hidden.of].count(True) != 1):
         raise NotServed(f"{found.text.name} returns {op}")
-    act, up = sorted(hidden.of, key=lambda each: each.kind != "activation") if gated else (hidden, hidden.of[0])
+    act, up = sorted(hidden.of, key=lambda each: each.kind not in ACTIVATING) if gated else (hidden, hidden.of[0])
     gate = act.of[0]
     if not gated and gate.kind == "linear" and gate.of == (INPUT,):
         gate_up: Tuple[str, ...] = (gate.name,)
@@ -166,13 +168,18 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
         gate_up = (gate.of[0].name,)
     else:
         raise NotServed(f"{found.text.name} returns {op}")
-    module_of_act: Any = module._modules[act.name]
-    activation = (ACTIVATION_NAMES if gated else UNGATED_NAMES).get(type(module_of_act).__name__)
-    if activation is None or type(module_of_act).__module__ not in (ACTIVATIONS, "torch.nn.modules.activation"):
-        raise NotServed(f"{found.text.name} has the activation {type(module_of_act).__name__}")
+    activation = "silu" if act.kind == "silu" else _activation(module._modules[act.name])
+    if activation not in (GATED if gated else {*ACTIVATION_NAMES.values()}):
+        raise NotServed(f"{found.text.name} has the activation {type(module._modules[act.name]).__name__}")
     reading.keep(at, found)
     name = argument_names(original_forward(module))[0]
-    return {"gate_up": gate_up, "down": op.name, "act": act.name, "activation": activation, "mlp_argument": name, "gated": gated}
+    return {"gate_up": gate_up, "down": op.name, "act": act.name or "", "activation": activation, "mlp_argument": name, "gated": gated}
+
+
+def _activation(module: Any) -> str:
+    """What the module of an activation computes; "" where it is not known."""
+    known = type(module).__module__ in (ACTIVATIONS, "torch.nn.modules.activation")
+    return ACTIVATION_NAMES.get(type(module).__name__, "") if known else ""
 
 
 def _sparse(reading: Reading, index: int, at: Path) -> Sparse:

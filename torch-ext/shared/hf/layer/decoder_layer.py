@@ -123,7 +123,7 @@ class FusedLayer(OwnForwards):
         q, k, v, residual = _attention_inputs(self, layer, x if normed is None else normed, position_embeddings)
         if self.family.position_scale:
             q = _scaled_by_position(self, attention, q, kwargs.get("position_ids"))
-        if cache is None and keeps_attention(layer) and not attention.attention_dropout:
+        if cache is None and keeps_attention(layer) and not dropout_of(self.family, attention):
             conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
             attended = attend_once(layer, x, conditions, lambda: attend(self, attention, q, k, v, attention_mask, None, kwargs))
         else:
@@ -240,6 +240,11 @@ def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
     return q * scale.to(q.dtype)
 
 
+def dropout_of(family: Family, attention) -> float:
+    """The probability with which attention drops what it attends to in training."""
+    return getattr(attention, family.attention_dropout) if family.attention_dropout else 0.0
+
+
 def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     """Attention's output [batch, tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
@@ -256,7 +261,7 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
         k,
         v,
         attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
+        dropout=dropout_of(own.family, attention) if attention.training else 0.0,
         scaling=attention.scaling,
         **options,
         **kwargs,

@@ -56,9 +56,9 @@ def why_not_fusable(own: Any, layer, x) -> Optional[Reason]:
         if not has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
             return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
-    gated = not own.calls_mlp and not is_sparse(mlp)
-    activation = _parts(mlp).get(family.act) if gated else None
-    if gated and not is_activation(activation, family.activation):
+    activates = not own.calls_mlp and not is_sparse(mlp) and family.act != ""  # a function is among `own.replaced`
+    activation = _parts(mlp).get(family.act) if activates else None
+    if activates and not is_activation(activation, family.activation):
         if isinstance(activation, (nn.SiLU, sys.modules[ACTIVATIONS].SiLUActivation)) and replaced_below(type(activation).forward):
             return Reason("below", replaced_below(type(activation).forward))
         return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")

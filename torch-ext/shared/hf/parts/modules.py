@@ -35,6 +35,10 @@ CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a
 _MODULES = operator.attrgetter("_modules")
 MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
 ACTIVATIONS = "transformers.activations"
+ACTIVATION_CLASSES = {  # of that module, but for SiLU: what each computes, as of `decoder.spec.Outputs`
+    "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "GELUActivation": "gelu", "ReLUSquaredActivation": "relu2",
+}  # fmt: skip
+WRITTEN_OUT = "NewGELUActivation", "ReLUSquaredActivation"  # those that call no function of PyTorch that computes all of it
 _gelu = torch._C._nn.gelu  # whatever stood for it before this file was read
 # While a checkpointed layer runs for the second time: the outputs that were captured in its first run, where that is known.
 captured_in_first_run: ContextVar[Optional[Tuple[str, ...]]] = ContextVar("captured_in_first_run", default=None)
@@ -246,13 +250,13 @@ def is_activation(activation, name: str) -> bool:
     """True for a module whose call is the activation that a family's row names and nothing else. name: of `decoder.spec.Outputs`."""
     if name == "silu":
         return is_silu(activation)
-    class_name = {"gelu_tanh": "GELUTanh", "gelu": "GELUActivation", "relu2": "ReLUSquaredActivation"}[name]
-    if (type(activation).__name__, type(activation).__module__) != (class_name, ACTIVATIONS):
+    class_name = type(activation).__name__
+    if ACTIVATION_CLASSES.get(class_name) != name or type(activation).__module__ != ACTIVATIONS:
         return False
     act, function = activation.__dict__.get("act"), own_forward(activation)
     if not is_transformers_own(function, ACTIVATIONS, f"{class_name}.forward"):
         return False
-    if name == "relu2":
+    if class_name in WRITTEN_OUT:
         return not replaced_below(function)
     if name == "gelu":
         return act is _gelu
