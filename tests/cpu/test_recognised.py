@@ -121,6 +121,10 @@ LAYER_NORMS = {
     "otherwise under autocast": ("Nemotron", [("_cast(args,", "_cast([*args[:2], 1.2 * args[2], *args[3:]],")], False),
     "RMSNorm": ("Nemotron", [("return F.layer_norm(*args)",
                               "return F.rms_norm(*[each for i, each in enumerate(args) if i != 3])")], False),
+    "no parameters": ("Olmo", (), True),
+    "no parameters, another epsilon": ("Olmo", [("eps=1e-5", "eps=1e-3")], True),
+    "no parameters, thrice the epsilon": ("Olmo", [("eps=1e-5", "eps=1e-5 * 3")], False),
+    "RMSNorm without parameters": ("Olmo", [("F.layer_norm(", "F.rms_norm("), ("None, None, eps", "None, eps")], False),
 }
 
 

@@ -34,22 +34,29 @@ def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4), b
     return found, wanted
 
 
-NORMS = {"layer": 0.0, "layer, 1 + weight": 1.0, "layer, no bias": 0.0}  # kinds of a LayerNorm: what is added to its weight
+# Kinds of a LayerNorm: what is added to its weight, None for one without.
+NORMS = {"layer": 0.0, "layer, 1 + weight": 1.0, "layer, no bias": 0.0, "layer, no parameters": None}
 
 
 def norm_of(ops, eps, kind=""):
     """The description of a norm, an RMSNorm or one of `NORMS`."""
     spec = part_of(ops, "spec")
-    return spec.Norm(eps, NORMS[kind], centred=True) if kind else spec.Norm(eps)
+    added = NORMS.get(kind, 0.0)
+    return spec.Norm(eps, added or 0.0, centred=bool(kind), weighted=added is not None)
 
 
 def norm_exact(x, weight, bias, eps, kind):
-    return layer_norm_exact(x, weight + NORMS[kind], bias, eps) if kind else rms_norm_exact(x, weight, eps)
+    return layer_norm_exact(x, None if weight is None else weight + NORMS[kind], bias, eps) if kind else rms_norm_exact(x, weight, eps)
+
+
+def weight_of(kind, dtype):
+    """The weight of a norm of 1024, None for one without."""
+    return None if NORMS.get(kind, 0.0) is None else leaf(randn(1024, dtype=dtype, device=CPU, seed=1) + 1)
 
 
 def bias_of(kind, dtype):
     """The bias of a norm of 1024, None for one without."""
-    return leaf(randn(1024, dtype=dtype, device=CPU, seed=60)) if kind and "no bias" not in kind else None
+    return leaf(randn(1024, dtype=dtype, device=CPU, seed=60)) if kind in ("layer", "layer, 1 + weight") else None
 
 
 def inputs(ops, eps, head_eps, turned_first=False, norm=""):
@@ -100,7 +107,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     under autocast. kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
-    x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
+    x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), weight_of(kind_of_norm, kind)
     projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout, **ranks)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
@@ -115,7 +122,8 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     assert torch.equal(torch.get_rng_state(), after), "the backward pass left the generator elsewhere"
-    x64, norm64, norms64, bias64 = exact(x), exact(norm), [exact(n) for n in norms], None if bias is None else exact(bias)
+    norm64, bias64 = (None if each is None else exact(each) for each in (norm, bias))
+    x64, norms64 = exact(x), [exact(n) for n in norms]
     normed = norm_exact(x64, norm64, bias64, 0.5, kind_of_norm)
     torch.manual_seed(3)
     q64, k64, v64 = (projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
@@ -136,7 +144,7 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
     """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`; kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
-    x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
+    x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), weight_of(kind_of_norm, kind)
     bias = bias_of(kind_of_norm, kind)
     shapes = [(1024, 64)] * attended + [(inner, 1024)] * (1 if alone else 2) + [(1024, inner)]
     projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
@@ -153,7 +161,8 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
     y = nodes.norm_mlp(x, norm, projections, spec, before, **options)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
-    x64, norm64, before64, bias64 = exact(x), exact(norm), exact(before) if attended else None, None if bias is None else exact(bias)
+    norm64, before64, bias64 = (None if each is None else exact(each) for each in (norm, before, bias))
+    x64 = exact(x)
     torch.manual_seed(3)
     total = x64 + projected(before64, projections64[0]) if attended else x64
     normed = norm_exact(x64 if parallel else total, norm64, bias64, 0.5, kind_of_norm)
@@ -314,6 +323,7 @@ MUTANTS = [
           "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast"),
          ("group.group.dtype, bias)", "group.group.dtype)", "inputs behind layer")),
     *errors_in("shared/decoder/norms.py", "inputs behind layer, 1 + weight", "_scale", ("weight + norm.offset if", "weight if")),
+    *errors_in("shared/decoder/spec.py", "mlp behind layer, no parameters", "is_there", (" or not norm.weighted", "")),
     *errors_in("shared/decoder/norms.py", "mlp behind layer, attended", "add_norm_forward",
          ("(residual, x, alpha", "(0 * residual, x, alpha")),
     *errors_in("shared/decoder/norms.py", "inputs behind layer", "add_norm_backward",

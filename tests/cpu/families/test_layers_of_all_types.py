@@ -13,7 +13,7 @@ from tools.family_loss import names_of
 
 # By what is particular of the layer: (type, the parts that run fused).
 TINY = {
-    "norms that are called": ("olmo", "q_proj, k_proj, v_proj, rotary"),
+    "norms without parameters": ("olmo", "norm, q_proj, k_proj, v_proj, rotary"),
     "side by side, of one norm, angles of neighbours": ("cohere", "norm, gate_proj, up_proj, down_proj"),
     "side by side, a part of each head turned, GELU written out": ("phi", "norm, fc1, fc2"),
     "SiLU as a function, attention without dropout, convolutions": ("lfm2", "norm, w1, w3, w2"),
@@ -126,7 +126,7 @@ def _all_of(model) -> tuple:
 
 
 # Of which nothing is called: with experts, and with an MLP beside attention behind one LayerNorm.
-WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere", "phi"
+WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere", "phi", "olmo"
 MLPS = "norm, gate_proj, up_proj, down_proj", "norm, fc1, fc2"
 WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
 

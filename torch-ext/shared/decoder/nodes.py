@@ -30,7 +30,7 @@ from .node import Given, Gradients, Node
 from .norms import norm_reference
 from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
-from .spec import Inputs, Norm, Outputs
+from .spec import Inputs, Norm, Outputs, is_there
 from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped, with_branch
 
 __all__ = [
@@ -50,7 +50,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Sequence[int], dtype):
     """Computes `norm_attention_inputs` with PyTorch's operations."""
     x, norm, q_norm, k_norm, cos, sin, bias = tensors
-    y = (x if norm is None else norm_reference(spec.norm, x, norm, bias)).to(dtype)
+    y = (norm_reference(spec.norm, x, norm, bias) if is_there(spec.norm, norm) else x).to(dtype)
     projected = [projection_reference(y, projection) for projection in projections]
     q, k, v = (p.view(*sizes, -1, spec.head_dim) for p in (projected if spec.rows is None else projected[0].split(spec.rows, -1)))
     return (*heads_reference(spec, Heads(q, k, q_norm, k_norm, cos, sin)), v.transpose(1, 2), x)
@@ -73,7 +73,7 @@ def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Ten
         o, *projections = projections
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), outputs.after, after, outputs.multiplier)
     read = read if outputs.parallel else x
-    y = (read if before is None else norm_reference(outputs.before, read, before, bias)).to(dtype)
+    y = (norm_reference(outputs.before, read, before, bias) if is_there(outputs.before, before) else read).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
     branch = projection_reference(gated_reference(*gate_and_up(products, outputs.gated), outputs.activation), down)

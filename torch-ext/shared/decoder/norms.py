@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm as a description has them: the steps and operations of `ops.rms_norm` and `ops.layer_norm` with a `Norm` instead of
-numbers. bias: of a LayerNorm, or None. rstd: of a LayerNorm, its mean and rstd, [2, rows]."""
+numbers. weight: None of a LayerNorm without one. bias: of a LayerNorm, or None. rstd: of a LayerNorm, its mean and rstd, [2, rows]."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 
@@ -14,6 +14,7 @@ __all__ = [
     "norm_backward", "norm_forward", "norm_reference", "normed_again", "rms_norm",
 ]  # fmt: skip
 
+Weight = Any  # a tensor, or None of a LayerNorm
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,12 +25,12 @@ def is_plain(norm: Norm) -> bool:
     return norm.rounds == "first" and not norm.offset
 
 
-def _scale(norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+def _scale(norm: Norm, weight: Weight) -> Weight:
     """What a LayerNorm multiplies by. Nemotron adds 1 to the weight in the weight's own dtype."""
     return weight + norm.offset if norm.offset else weight
 
 
-def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+def norm_reference(norm: Norm, x: torch.Tensor, weight: Weight, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """A norm in PyTorch, which can differentiate it."""
     if norm.centred:
         return layer_norm.layer_norm_reference(x, _scale(norm, weight), bias, norm.eps)[0]
@@ -37,7 +38,7 @@ def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Opti
 
 
 def norm_forward(
-    norm: Norm, x: torch.Tensor, weight: torch.Tensor, dtype: Optional[torch.dtype] = None, bias: Optional[torch.Tensor] = None
+    norm: Norm, x: torch.Tensor, weight: Weight, dtype: Optional[torch.dtype] = None, bias: Optional[torch.Tensor] = None
 ) -> Pair:
     """(y, rstd). dtype: of y."""
     if norm.centred:
@@ -47,7 +48,7 @@ def norm_forward(
 
 
 def normed_again(
-    norm: Norm, x: torch.Tensor, weight: Optional[torch.Tensor], rstd: Optional[torch.Tensor], dtype: torch.dtype,
+    norm: Norm, x: torch.Tensor, weight: Weight, rstd: Optional[torch.Tensor], dtype: torch.dtype,
     bias: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:  # fmt: skip
     """The normalised input of projections that `norm_forward` gave of x, bit for bit; x in a dtype where there is no norm.
@@ -55,7 +56,7 @@ def normed_again(
     A LayerNorm runs again, though its mean and rstd are known: only its kernel rounds as its kernel did, once, with a multiplication and
     an addition in one operation, and it reads x and writes y, where PyTorch's operations would also write and read fp32 in between.
     """
-    if weight is None or rstd is None:
+    if rstd is None:
         return x.to(dtype)
     if norm.centred:
         return norm_forward(norm, x, weight, dtype, bias)[0]
@@ -68,7 +69,7 @@ def norm_backward(norm: Norm, dy: torch.Tensor, x: torch.Tensor, weight: torch.T
 
 
 def add_norm_forward(
-    norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, multiplier: float = 1.0, bias: Optional[torch.Tensor] = None
+    norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: Weight, multiplier: float = 1.0, bias: Optional[torch.Tensor] = None
 ) -> Triple:
     """(total, y, rstd) of total = residual + multiplier * x; y is of x's dtype, total of residual's."""
     if norm.centred:
@@ -90,7 +91,7 @@ def norm_add_norm_forward(
 
 
 def add_norm_backward(
-    norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need: bool
+    norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: Weight, rstd: torch.Tensor, need: bool
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(dx + dtotal, dweight, dbias), the last one None of an RMSNorm; x: what was normalised; need: whether of weight or bias."""
     if norm.centred:
@@ -104,7 +105,7 @@ def add_rms_norm(norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: to
     return norms.add_rms_norm(x, residual, weight, norm.eps, norm.offset, norm.rounds)
 
 
-def any_norm(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+def any_norm(norm: Norm, x: torch.Tensor, weight: Weight, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """y of either kind as a differentiable operation."""
     if norm.centred:
         return layer_norm.layer_norm(x, _scale(norm, weight), bias, norm.eps)

@@ -358,7 +358,7 @@ def normed_input_backward(
     dx = dnorm = dbias = None
     if need.x or need.norm or need.bias:
         dy = projections.input_gradient(grads, dlow, together)
-        if norm is None or rstd is None:
+        if rstd is None:
             dx = dresidual + dy
         else:
             dx, dnorm, dbias = add_norm_backward(spec, dy, dresidual, x, norm, rstd, need.norm or need.bias)

@@ -5,25 +5,26 @@
 
 or behind(down(act(gate))), an MLP without a gate, whose only inner projection is called gate here and, in most models, up_proj.
 
-Each of the norms may be absent: its weight is None then. A description is hashable, compares by value, and holds no tensor.
+Each of the norms may be absent: its weight is None then (`is_there`). A description is hashable, compares by value, and holds no tensor.
 """
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple, get_type_hints
 
 from ..ops.operators import constant
 
-__all__ = ["Inputs", "Norm", "Outputs", "constants_of", "spec_of"]
+__all__ = ["Inputs", "Norm", "Outputs", "constants_of", "is_there", "spec_of"]
 
 
 class Norm(NamedTuple):
     """How a norm computes. offset: added to its weight. rounds: of an RMSNorm, "first", normalise, round, multiply; or "last", multiply and
     round. centred: whether it is a LayerNorm, which takes the mean off first, may have a bias, and rounds last. Only the norms in front of
-    the projections may be LayerNorms, `Inputs.norm` and `Outputs.before`."""
+    the projections may be LayerNorms, `Inputs.norm` and `Outputs.before`. weighted: whether it has a weight; a LayerNorm may have none."""
 
     eps: float = 1e-6
     offset: float = 0.0
     rounds: str = "first"
     centred: bool = False
+    weighted: bool = True
 
 
 class Inputs(NamedTuple):
@@ -60,6 +61,11 @@ class Outputs(NamedTuple):
     multiplier: float = 1.0
     gated: bool = True
     parallel: bool = False
+
+
+def is_there(norm: Norm, weight: Any) -> bool:
+    """Tells whether a norm is not absent. weight: its weight, or None."""
+    return weight is not None or not norm.weighted
 
 
 def constants_of(spec):

@@ -16,7 +16,7 @@ from .heads import Heads, SavedHeads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
 from .projections import NormedInput, NormedInputGradients, Projections, normed_input_backward
-from .spec import Inputs, Outputs
+from .spec import Inputs, Outputs, is_there
 
 __all__ = [
     "InputSaved", "InputTensors", "Joined", "JoinedGradients", "Optionals", "OutputTensors", "flat_heads", "in_heads", "inputs_backward",
@@ -87,7 +87,7 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
     """shape: (batch, tokens of one sequence). out: as of `Projections.forward`."""
     x, norm, q_norm, k_norm, cos, sin, bias = tensors
     rstd: Optionals
-    y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype, bias)
+    y, rstd = norm_forward(spec.norm, x, norm, group.group.dtype, bias) if is_there(spec.norm, norm) else (x.to(group.group.dtype), None)
     # Without norms q and k as projected are not needed any more; v, a part of what they are in, would keep them.
     in_one = q_norm is not None or are_few(x.shape[0])
     projected = group.forward(y, in_one, out=out)
@@ -181,11 +181,12 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     (`with_branch`), and the norm is of the stream itself. dtype: of the products."""
     x, norm, bias = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before, tensors.before_bias
     branch = kept = o_rstd = rstd = None
+    normed = is_there(spec.before, norm)
     if o is not None and tensors.attended is not None and spec.parallel:
         o.begin(flat_heads(tensors.attended))
     elif o is not None and tensors.attended is not None:
         (branch,) = o.forward(flat_heads(tensors.attended))
-        if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
+        if tensors.after is not None and spec.multiplier == 1 and (not normed or spec.after == spec.before):
             if norm is None:
                 total, o_rstd = norm_add_forward(spec.after, branch, x, tensors.after)
                 return Joined(total, total.to(dtype), branch, None, o_rstd)
@@ -194,14 +195,14 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
         if tensors.after is not None:
             kept = branch
             branch, o_rstd = norm_forward(spec.after, kept, tensors.after, dtype)
-    if branch is not None and norm is not None:  # a GEMM that adds would first copy what it adds to
+    if branch is not None and normed:  # a GEMM that adds would first copy what it adds to
         total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier, bias)
         return Joined(total, y, kept, rstd, o_rstd)
     total = x if branch is None else torch.add(x, branch, alpha=spec.multiplier)
-    if norm is None:
-        y = total.to(dtype)
-    else:
+    if normed:
         y, rstd = norm_forward(spec.before, total, norm, dtype, bias)
+    else:
+        y = total.to(dtype)
     return Joined(total, y, kept, rstd, o_rstd)
 
 
@@ -220,7 +221,7 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
     whether each of the tensors needs a gradient; None for what does not."""
     dbefore = dbias = dafter = dattended = None
     do, dbranch = [Parts()] * len(need_o), dtotal
-    if tensors.before is None or joined.rstd is None:
+    if joined.rstd is None:
         dtotal = dtotal + dy
     else:
         need_norm = need.before or need.before_bias

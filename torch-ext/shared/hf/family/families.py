@@ -121,7 +121,7 @@ class Family(NamedTuple):
     neighbours are neighbours. gated: whether the MLP has a gate, without which gate_up is the one projection in front of the activation.
     turned_first: whether the norms of heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for
     torch.nn.LayerNorm. attention_dropout: attention's attribute of the probability with which it drops what it attends to, "" where it
-    never does.
+    never does. weightless: of LayerNorms without a weight, the epsilon, which their class writes out.
     """
 
     model: str
@@ -171,6 +171,7 @@ class Family(NamedTuple):
     centred: bool = False
     norm_name: str = "RMSNorm"
     attention_dropout: str = "attention_dropout"
+    weightless: Optional[float] = None
 
     def norm_class(self) -> str:
         """The class of the norms; "" where it is PyTorch's."""

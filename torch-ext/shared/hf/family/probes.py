@@ -114,12 +114,14 @@ def copy_of(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -
 
 
 class NormKind(NamedTuple):
-    """Describes the norms of a family: `offset`, `rounds` and `centred` as in `Norm`; `argument`, the name of their forward's input."""
+    """Describes the norms of a family: `offset`, `rounds` and `centred` as in `Norm`; `argument`, the name of their forward's input;
+    `weightless` as in `Family`."""
 
     offset: float
     rounds: str
     argument: str
     centred: bool = False
+    weightless: Optional[float] = None
 
 
 def flags_of(module: nn.Module) -> Dict[str, bool]:
@@ -136,6 +138,8 @@ def norm_kind(module: nn.Module) -> NormKind:
     text = forward_text(module)  # raises for what is not what its file says
     reads, flags = {*LAYER_NORM, *flags_of(module)}, tuple(flags_of(module))
     check_plain(text.function, text.name, reads, flags, type(module), OF_NORMS, is_of_autocast)
+    if not module._parameters and not module._modules and not module._buffers:
+        return _weightless(module, text)
     eps = [each for each in ("variance_epsilon", "eps") if type(vars(module).get(each)) is float]
     if len(eps) != 1 or weight is None or weight.dim() != 1 or module._buffers or module._modules:
         raise NotServed(f"{name} is not a norm with a weight and an epsilon alone")
@@ -148,20 +152,34 @@ def norm_kind(module: nn.Module) -> NormKind:
         wanted = original_forward(module)(made, x)
         kinds = [(offset, rounds) for offset in (0.0, 1.0) for rounds in ("first", "last") if bias is None]
         found = [(*kind, False) for kind in kinds if _same_bits(norm_reference(Norm(EPSILON, *kind), x, made.weight), wanted)]
-        found += [(offset, "first", True) for offset in (0.0, 1.0) if _is_layer_norm(module, made, x, wanted, offset)]
+        scales = ((offset, made.weight + offset) for offset in (0.0, 1.0))
+        found += [(offset, "first", True) for offset, scale in scales if _is_layer_norm(module, made, x, wanted, EPSILON, scale)]
     if len(found) != 1:
         raise NotServed(f"{text.name} computes another norm than a row can say")
     offset, rounds, centred = found[0]
     return NormKind(offset, rounds, argument_names(original_forward(module))[0], centred)
 
 
-def _is_layer_norm(module: nn.Module, made: Any, x: torch.Tensor, wanted, offset: float) -> bool:
-    """Whether the results of a copy in bf16 are a LayerNorm's, rounded once, and are those of one under autocast. offset: what is added to
-    the weight, in its dtype."""
+def _weightless(module: nn.Module, text: ForwardText) -> NormKind:
+    """The kind of a norm without a weight, whose epsilon is a number in its text. Raises `NotServed` for any other than a LayerNorm."""
+    shape, numbers = vars(module).get("normalized_shape"), [node.value for node in ast.walk(text.node) if isinstance(node, ast.Constant)]
+    numbers = [each for each in numbers if type(each) is float]
+    if type(shape) is not tuple or len(shape) != 1 or len(numbers) != 1:
+        raise NotServed(f"{type(module).__name__} is not a norm with a weight and an epsilon alone")
+    x = torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, ROWS)[:, None]
+    x, made = x.to(torch.bfloat16), copy.deepcopy(module)
+    with torch.no_grad():
+        if not _is_layer_norm(module, made, x, original_forward(module)(made, x), numbers[0], None):
+            raise NotServed(f"{text.name} computes another norm than a row can say")
+    return NormKind(0.0, "first", argument_names(original_forward(module))[0], True, numbers[0])
+
+
+def _is_layer_norm(module: nn.Module, made: Any, x: torch.Tensor, wanted, eps: float, weight: Optional[torch.Tensor]) -> bool:
+    """Whether the results of a copy in bf16 are a LayerNorm's, rounded once, and are those of one under autocast."""
     if not isinstance(wanted, torch.Tensor) or wanted.dtype != x.dtype or wanted.shape != x.shape:
         return False
-    weight, bias = made.weight + offset, made._parameters.get("bias")
-    exact = norm_reference(Norm(EPSILON, centred=True), x.double(), weight.double(), None if bias is None else bias.double())
+    parameters = [None if each is None else each.double() for each in (weight, made._parameters.get("bias"))]
+    exact = norm_reference(Norm(eps, centred=True), x.double(), *parameters)
     with torch.autocast("cpu", torch.bfloat16):
         before = torch.is_autocast_enabled("cuda")
         torch.set_autocast_enabled("cuda", True)  # what torch.is_autocast_enabled() tells, and without a GPU changes nothing else

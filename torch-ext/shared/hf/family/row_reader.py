@@ -335,6 +335,7 @@ def _norms(reading: Reading, norms: Sequence[nn.Module], others: bool, beside: b
     if others:
         raise NotServed("a LayerNorm is of heads or of a branch")
     cls = type(norms[0])
+    found["weightless"] = kind.weightless
     return {**found, "centred": True, "norm_name": "" if cls is nn.LayerNorm else cls.__name__.removeprefix(reading.prefix)}
 
 

@@ -95,7 +95,12 @@ class FusedLayer(OwnForwards):
 
     def norm(self, eps: Optional[float]) -> Norm:
         """The description of one of the family's norms; eps: None for no norm."""
-        return Norm() if eps is None else Norm(eps, self.family.offset, self.family.rounds, self.family.centred)
+        family = self.family
+        return Norm() if eps is None else Norm(eps, family.offset, family.rounds, family.centred, family.weightless is None)
+
+    def eps(self, norm) -> Optional[float]:
+        """The epsilon of one of the family's norms, None for no norm."""
+        return eps_of(norm) if norm is None or self.family.weightless is None else self.family.weightless
 
     def run_by(self, module) -> bool:
         """True when calling a module runs its class's own forward and nothing else; the class may also be torch.nn.LayerNorm."""
@@ -142,7 +147,7 @@ class FusedLayer(OwnForwards):
         """x behind a norm of the layer, where there is one."""
         norm = self.fused_norm(layer, name)
         if norm is not None:
-            return any_norm(self.norm(eps_of(norm)), x, weight_of(norm), bias_of(norm))
+            return any_norm(self.norm(self.eps(norm)), x, weight_of(norm), bias_of(norm))
         return x if name is None else _parts(layer)[name](x)
 
     def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
@@ -191,7 +196,7 @@ def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, width) -> Inp
         config = attention.config
         keys = config.num_key_value_heads * head_dim
         rows = config.num_attention_heads * head_dim, keys, keys
-    return own.spec(make_inputs, head_dim, eps_of(norm), head_eps, width, rows)
+    return own.spec(make_inputs, head_dim, own.eps(norm), head_eps, width, rows)
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
@@ -287,7 +292,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [own.fused_norm(layer, name) for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
-    spec = own.spec(make_outputs, eps_of(after), eps_of(before), eps_of(behind), multiplier)
+    spec = own.spec(make_outputs, own.eps(after), own.eps(before), own.eps(behind), multiplier)
     fused = _fused_block(own, parts[family.block], x, dtype, wider)
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is None:

@@ -31,7 +31,8 @@ def has_plain_norm(own: Any, norm, x) -> bool:
     weight, bias = held(norm, "weight"), held(norm, "bias")
     if bias is not None and (not own.family.centred or type(bias) not in PLAIN or bias.dtype != x.dtype):
         return False
-    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
+    plain = weight is None if own.family.weightless else type(weight) in PLAIN and weight.dtype == x.dtype
+    return plain and own.run_by(norm) and not overridden(type(norm))
 
 
 def why_not_fusable(own: Any, layer, x) -> Optional[Reason]:
