@@ -43,7 +43,7 @@ def row_of_model(package: Any, model: Any) -> Found:
     recognised, facts = part(package, "install.recognised"), part(package, "parts.facts")
     decoders = recognised.decoders_in(model)
     if not decoders:
-        raise facts.NotServed(f"{type(model).__name__} has no module with embed_tokens and layers")
+        raise facts.NotServed(f"{type(model).__name__} has no module with an embedding of tokens and layers, by their usual names")
     decoder = decoders[0]
     found, *others = recognised.recognise(decoder)
     if isinstance(found, recognised.Unread):

@@ -210,7 +210,8 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
         for why, count in _why_unread(shapes, decoder):
             found["decoder layer", why] += count
     if not decoders:
-        found["decoder layer", Reason("row", f"{type(model).__name__} has no module with embed_tokens and layers")] += 1
+        why = f"{type(model).__name__} has no module with an embedding of tokens and layers, by their usual names"
+        found["decoder layer", Reason("row", why)] += 1
     return explanation_of(found)
 
 

@@ -283,7 +283,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     | fused          | fused             | one node                                                                          |
     | fused          | called            | attention's branch is added to the residual stream, and the node reads the sum    |
     | called         | called            | norms with the residual connections around the module (`_finish_apart`)           |
-    | fused, beside attention | called   | the same: the node needs the stream that both read                                |
+    | fused, beside attention | called   | the node reads the stream, and attention's branch is added to its result          |
     """
     family, parts = own.family, _parts(layer)
     attended: Any = mixed.attended
@@ -297,9 +297,10 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is None:
         output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
-        if fused is None or family.parallel or (isinstance(fused, SparseBlock) and output.dtype != dtype):
+        if fused is None or (isinstance(fused, SparseBlock) and output.dtype != dtype):
             return _finish_apart(own, spec, layer, output, mixed)
-        x, attended, after = _branch(own, spec, layer, family.norms.after, output.reshape(x.shape)) + x, None, None
+        branch = _branch(own, spec, layer, family.norms.after, output.reshape(x.shape))
+        x, attended, after = x if family.parallel else branch + x, None, None
     recompute = recomputes_mlp(layer)
     if isinstance(fused, SparseBlock):
         router, weights, options, shared, adapters = fused
@@ -309,7 +310,8 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
     norms, tile = (weight_of(after), weight_of(behind)), tile_of(layer)
-    return norm_mlp(x, weight_of(before), found, spec, attended, *norms, dtype, recompute, products_of(layer), tile, bias_of(before))
+    out = norm_mlp(x, weight_of(before), found, spec, attended, *norms, dtype, recompute, products_of(layer), tile, bias_of(before))
+    return branch + out if o is None and family.parallel else out
 
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:

@@ -104,8 +104,6 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         experts = not isinstance(found, Reason)
     for name in family.called:
         rows.append((name, own.reason_of_called(name)))
-    if family.parallel and rows[-1][1] is None and any(part == output and reason is not None for part, reason in rows):
-        rows[-1] = rows[-1][0], Reason("node", f"the node that it would be in is also that of {output}")
     last, reason = rows[-1]
     if reason is not None:
         called = Reason("node", f"the node that it would be in is also that of {last}")
