@@ -17,6 +17,8 @@ TINY = {
     "side by side, of one norm, angles of neighbours": ("cohere", "norm, gate_proj, up_proj, down_proj"),
     "side by side, a part of each head turned, GELU written out": ("phi", "norm, fc1, fc2"),
     "SiLU as a function, attention without dropout, convolutions": ("lfm2", "norm, w1, w3, w2"),
+    "side by side, a norm each, attention that is called": ("gpt_neox", "norm, dense_h_to_4h, dense_4h_to_h"),
+    "heads that are turned where there is a window, or an attribute says so": ("cohere2_moe", "norm, q_proj, k_proj, v_proj, rotary"),
     "no other arguments, a gate behind a LayerNorm": ("stablelm", "norm, gate_proj, up_proj, down_proj"),
     "experts behind a LayerNorm": ("phimoe", "norm, q_proj, k_proj, v_proj, rotary"),
     "inputs of each layer, and a scale": ("gemma4_text", "norm, gate_proj, up_proj, down_proj"),
@@ -45,7 +47,9 @@ SPARSE = {
     "a correction in a module of its own, of a softmax": ("ernie4_5_moe", WITH_SHARED),
     "sigmoids alone": ("flint", WITH_SHARED),
     "biases and groups": ("solar_open", WITH_SHARED),
+    "windows in some layers, which alone turn their heads": ("exaone_moe", "norm, q_proj, k_proj, v_proj, rotary"),
 }
+WINDOW = 5  # which every sequence is longer than
 ROUTERS = {"num_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "router_scaling_factor": 2.5, "norm_min": 0.6}
 
 
@@ -62,6 +66,9 @@ def tiny_model_of(kind):
         if "weight" in module._parameters and type(getattr(module, "top_k", None)) is int:  # a router
             torch.nn.init.normal_(module.weight, generator=generator)
             vars(module).update({name: value for name, value in ROUTERS.items() if type(vars(module).get(name)) in (int, float)})
+        for each in (module, getattr(module, "config", None)):
+            if type(getattr(each, "sliding_window", None)) is int:
+                each.sliding_window = WINDOW
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith("correction_bias"):
             tensor.data.uniform_(-0.4, 0.4, generator=generator)

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 from torch import nn
 
 from ..parts.facts import Fact, NotServed, Path, follow
-from .calls import ANGLES, IMPLEMENTATIONS, RESULT, GivenArgument, Handed
+from .calls import ANGLES, COS, IMPLEMENTATIONS, RESULT, SIN, GivenArgument, Handed
 from .evaluator import Evaluator
 from .expressions import INPUT, Op, Tensor, commutes
 from .families import LayerNorms
@@ -193,13 +193,25 @@ def _returned(value: Any) -> Any:
 
 
 def alike(layers: Sequence[nn.Module], hidden: int) -> List[List[int]]:
-    """The numbers of a decoder's layers, in groups of one class whose own forwards do the same."""
+    """The numbers of a decoder's layers, in groups of one class whose own forwards do the same, and call attention with the same."""
     groups: Dict[Any, List[int]] = {}
     for i, layer in enumerate(layers):
         try:
-            facts, frame = layer_facts(Reading([layer], hidden, None), 0)
-            key: Any = type(layer), repr(sorted(facts.items())), repr(frame)
+            reading = Reading([layer], hidden, None)
+            facts, frame = layer_facts(reading, 0)
+            key: Any = type(layer), repr(sorted(facts.items())), repr(frame), _options(reading, facts["attention"])
         except NotServed as error:
             key = type(layer), str(error)
         groups.setdefault(key, []).append(i)
     return [*groups.values()]
+
+
+def _options(reading: Reading, name: str) -> str:
+    """Where a layer's attention has what it calls its implementation with: a window may be an attribute in some layers, and None in others.
+    "" where attention is not read."""
+    try:
+        attended = reading.evaluated(0, (name,), (COS, SIN))[1].attended
+    except NotServed:
+        return ""
+    options: Dict[str, Any] = attended.options if attended else {}
+    return repr({option: getattr(value, "op", getattr(value, "path", ())) for option, value in options.items()})

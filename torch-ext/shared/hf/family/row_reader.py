@@ -61,10 +61,12 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     switch: Sequence[Path] = ()
     takes_angles = "position_embeddings" in argument_names(original_forward(reading.layers[0]))
     if paths or not all(flags if takes_angles else flags[:0]):
-        switch = [path for path in paths if len(path) == 1 and all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
-        if len(paths) != 1 or not switch:
+        one = sorted(path for path in paths if len(path) == 1)
+        switch = [path for path in one if all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
+        if switch:  # what else decides is among the tests
+            row["turned"] = switch[0][0]
+        elif not (takes_angles and all(flags)):
             raise NotServed(f"{found[0][1].text.name} turns by {sorted(paths)}, no attribute alone")
-        row["turned"] = switch[0][0]
     for _, each in found:
         reading.keep((name,), each, switch)
     names = dict.fromkeys(option for _, each in found for option in each.attended.options)  # type: ignore[union-attr]
