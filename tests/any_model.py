@@ -43,6 +43,10 @@ def shrink(config) -> None:
         config.num_key_value_heads = config.num_attention_heads
     if isinstance(getattr(config, "qk_rope_head_dim", None), int):  # by which the angles are made
         config.head_dim = config.qk_rope_head_dim
+    rope = getattr(config, "rope_parameters", None)
+    if rope and "mrope_section" in rope:
+        angles = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        config.rope_parameters = {**rope, "mrope_section": [angles - 2 * (angles // 4), angles // 4, angles // 4]}
     if getattr(config, "mlp_only_layers", None):
         config.mlp_only_layers = [0]
     if hasattr(config, "attn_layer_indices"):

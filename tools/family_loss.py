@@ -23,6 +23,7 @@ PART = "loss without logits"
 TABLES = {"causal LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "images and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"}
 
 
+HALF_A_HEAD = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 # What the defaults of configurations leave out, as released models have it.
 MISSING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -30,6 +31,8 @@ MISSING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     "nemotron": {"num_key_value_heads": 8},
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {"head_dim": 128, "rope_parameters": HALF_A_HEAD}),
+    "qwen3_omni_moe_thinker": {"head_dim": 128},
 }
 OPERATIONS = "RMSNorm", "MLP", "rotary embedding"
 # What may become of a type's layers, the most first.
@@ -74,7 +77,7 @@ def config_of(kind: str, cls: Any) -> Any:
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     for name, value in MISSING.get(kind, {}).items():
-        setattr(config, name, value)
+        setattr(config.get_text_config(), name, value)
     return config
 
 

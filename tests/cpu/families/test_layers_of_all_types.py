@@ -19,6 +19,7 @@ TINY = {
     "SiLU as a function, attention without dropout, convolutions": ("lfm2", "norm, w1, w3, w2"),
     "side by side, a norm each, attention that is called": ("gpt_neox", "norm, dense_h_to_4h, dense_4h_to_h"),
     "heads that are turned where there is a window, or an attribute says so": ("cohere2_moe", "norm, q_proj, k_proj, v_proj, rotary"),
+    "neighbours of one angle, in a part of each head": ("glm4v", "norm, q_proj, k_proj, v_proj, rotary"),
     "no other arguments, a gate behind a LayerNorm": ("stablelm", "norm, gate_proj, up_proj, down_proj"),
     "experts behind a LayerNorm": ("phimoe", "norm, q_proj, k_proj, v_proj, rotary"),
     "inputs of each layer, and a scale": ("gemma4_text", "norm, gate_proj, up_proj, down_proj"),
@@ -54,7 +55,7 @@ ROUTERS = {"num_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "route
 
 
 def tiny_model_of(kind):
-    names = names_of("causal LM")
+    names = {**names_of("images and text"), **names_of("causal LM")}
     if kind not in names:
         pytest.skip(f"this release has no {kind}")
     model = tiny_of(kind, names[kind])
@@ -133,8 +134,8 @@ def _all_of(model) -> tuple:
 
 
 # Of which nothing is called: with experts, and with an MLP beside attention behind one LayerNorm.
-WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere", "phi", "olmo"
-MLPS = "norm, gate_proj, up_proj, down_proj", "norm, fc1, fc2"
+WHOLE = "glm4_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "flint", "cohere", "phi", "olmo", "glm4v"
+MLPS = "norm, gate_proj, up_proj, down_proj", "norm, fc1, fc2", "norm, gate_up_proj, down_proj"
 WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
 
 

@@ -254,7 +254,7 @@ def rotary_kind(function, angles: Angles) -> RotaryKind:
             raise NotServed(f"{name} does not run with the model's angles: {type(error).__name__}: {error}") from None
         twice = all(torch.equal(each[..., ::2], each[..., 1::2]) for each in (cos, sin))
         for style, spread in (("halves", False), ("pairs", False), *((("pairs", True),) if twice else ())):
-            for partial in (False, True)[: 1 if spread else 2]:
+            for partial in (False, True):
                 if not partial and cos.shape[-1] not in (head_dim, head_dim // 2):
                     continue
                 try:

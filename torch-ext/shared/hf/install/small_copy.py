@@ -116,8 +116,8 @@ def _another(layer: nn.Module, config, number: int) -> nn.Module:
 
 
 def _head_dim(layer: nn.Module) -> Any:
-    """The size of attention's heads, None where it has none under that name."""
-    sizes = (vars(module).get("head_dim") for module in layer._modules.values() if module is not None)
+    """The size of attention's heads, None where it has none under these names."""
+    sizes = (vars(module).get(name) for module in layer._modules.values() if module is not None for name in ("head_dim", "head_size"))
     return next((size for size in sizes if size), None)
 
 
