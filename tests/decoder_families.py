@@ -122,7 +122,7 @@ VARIANTS: dict = {
                "a dense layer": {"mlp_layer_types": ["dense", "sparse"]}, "biases": {"attention_bias": True}},
     "apertus": {"biases": {"attention_bias": True}, "tied": TIED},
     "arcee": {"biases": BIASES, "tied": TIED},
-    "exaone4": {"windows in turns": IN_TURNS, "tied": TIED},
+    "exaone4": {"windows in turns": IN_TURNS, "no windows": {"sliding_window": None, "layer_types": ["full_attention"] * 2}, "tied": TIED},
     "hunyuan_v1_dense": {"biases": {"attention_bias": True}, "tied": TIED},
     "starcoder2": {"no biases": {"use_bias": False}, "windows": WINDOW, "tied": TIED},
     "nemotron": {"biases": BIASES, "tied": TIED, "whole rotary": {"rope_parameters": {**WHOLE, "partial_rotary_factor": 1.0}}},
@@ -292,7 +292,7 @@ FACTOR = 3  # two fp32 runs of a model differ by more than an operation from flo
 NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
 # Which experts a token goes to is a matter of rounding: in half precision it goes to all.
 TO_ALL: dict = {name: {"num_experts_per_tok": 4} for name in SPARSE}
-CALLED = {"apertus": "norm_mlp", "exaone4": "norm_attention_inputs"}
+CALLED = {"apertus": "norm_mlp"}
 
 
 def nodes_of(name: str) -> list[str]:

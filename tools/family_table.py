@@ -44,7 +44,7 @@ def beside_llama(family: Any) -> str:
     said += {"gelu_tanh": ["GELU"], "gelu": ["GELU"], "relu2": ["ReLU squared"]}.get(family.activation, [])
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
-    said += ["layers without rotary embedding"] if family.turned else []
+    said += ["layers without rotary embedding"] if family.turned or family.windowed else []
     absent = dict.fromkeys(path.rpartition(".")[2] for path in family.absent)
     said += [f"layers with {' or '.join(absent)} left as they are"] if absent else []
     said += ["multiplied branches"] if family.multiplier else []

@@ -37,7 +37,8 @@ FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, 
 OTHER_PARTS = ("arcee", "hunyuan_v1_dense", "starcoder2", "nemotron")  # no gate; norms after the rotary embedding; two kinds of LayerNorm
 LAST = ("model.norm.weight", "model.language_model.norm.weight", *ROUTERS)  # what every change of a layer changes the gradient of
 EAGER = ("gemma2", "vaultgemma", "granite_swa")  # whose attention has a cap or sinks, which SDPA has not
-UNCHANGED = {("mistral", "no windows"), ("flex_olmo", "normalised")}  # as a default says, or a norm behind the experts takes away
+# As a default says, or a norm behind the experts takes away.
+UNCHANGED = {("mistral", "no windows"), ("exaone4", "no windows"), ("flex_olmo", "normalised")}
 UNFUSED: dict = {  # the nodes that run for a configuration of `VARIANTS`, where they are not all
     **dict.fromkeys(("another activation", "jitter", "clipped"), set()), "auxiliary loss": {"norm_attention_inputs"},
     **dict.fromkeys(("a dense layer", "every second layer"), {"norm_attention_inputs", "norm_mlp", "norm_experts"}),
@@ -59,7 +60,7 @@ def of_families(*names, kernels=FEW):
     return pytest.mark.parametrize("name, package", runs, indirect=["package"])
 
 
-CALLED_PARTS = {"norm_mlp": {"mlp"}, "norm_attention_inputs": {"self_attn"}}  # of a layer that lacks a node
+CALLED_PARTS = {"norm_mlp": {"mlp"}}  # of a layer that lacks a node
 
 
 @of_families(*ALL, kernels=(*FEW, *SPARSE, *OTHER_PARTS))
@@ -71,7 +72,7 @@ def test_a_training_step(package, calls, name):
     assert calls == nodes_of(name) * 2
     found.assert_same(expected, FACTOR)
     rows = {row.part: row.code for row in package.explain(model).rows if "norm" in row.part or row.part == "o_proj"}
-    assert len(rows) == (3 if "norm_attention_inputs" in nodes_of(name) else 1) - (name in CALLED and "o_proj" in rows)
+    assert len(rows) == 3 - (name in CALLED and "o_proj" in rows)
     assert set(rows.values()) == ({"", "node"} if "o_proj" in rows and name in CALLED else {""})
     assert {row.part for row in package.explain(model).rows if row.code == "called"} == CALLED_PARTS.get(CALLED.get(name), set())
 
@@ -191,14 +192,11 @@ def test_gradient_checkpointing(package, calls, name, keep_attention):
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize(("name", "option"), (("exaone4", "keep_attention"), ("apertus", "recompute_mlp")))
-def test_what_is_called_is_not_kept_or_made_again_and_says_so(package, name, option):
-    model = tiny(name)
+def test_an_mlp_that_is_called_is_not_made_again_and_says_so(package):
+    model = tiny("apertus")
     expected = step_of(model)
-    if option == "keep_attention":
-        model.gradient_checkpointing_enable()
-    package.kernelize(model, **{option: True})
-    with pytest.warns(RuntimeWarning, match=rf"{option}: the \w+ of this \w+DecoderLayer is not fused"):
+    package.kernelize(model, recompute_mlp=True)
+    with pytest.warns(RuntimeWarning, match=r"recompute_mlp: the \w+ of this \w+DecoderLayer is not fused"):
         step_of(model).assert_same(expected, FACTOR)
 
 

@@ -115,6 +115,15 @@ def test_attention_drops_what_its_own_attribute_says(bastile, checkpoints):
     check_same([_step(model)], [expected])
 
 
+def test_attention_that_is_called_is_not_kept_and_says_so(bastile):
+    model = tiny_model_of("deepseek_v3")
+    expected = _step(model)
+    model.gradient_checkpointing_enable()
+    bastile.kernelize(model, keep_attention=True)
+    with pytest.warns(RuntimeWarning, match=r"keep_attention: the \w+ of this \w+DecoderLayer is not fused"):
+        check_same([_step(model)], [expected])
+
+
 def _all_of(model) -> tuple:
     """(steps without padding, with it on the left and on the right; the tokens that are generated)."""
     tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(1))

@@ -80,7 +80,7 @@ ROWS = (
     row("Apertus", "Apertus", "apertus", norms=LayerNorms("attention_layernorm", None, "feedforward_layernorm", None), qk_norm="head",
         mlp=False, called=("mlp",)),
     row("Arcee", "Arcee", "arcee", gate_up=("up_proj",), activation="relu2", gated=False),
-    row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, called=("self_attn",)),
+    row("EXAONE 4", "Exaone4", "exaone4", norms=BEHIND, qk_norm="head", options=WINDOW, windowed="is_sliding"),
     row("Hunyuan", "HunYuanDenseV1", "hunyuan_v1_dense", qk_norm="head", head_norms=("query_layernorm", "key_layernorm"),
         turned_first=True),
     row("StarCoder 2", "Starcoder2", "starcoder2", **LAYER_NORM, norm_name="", gate_up=("c_fc",), down="c_proj", activation="gelu_tanh",

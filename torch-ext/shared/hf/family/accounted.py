@@ -33,7 +33,8 @@ def accounted(family) -> Dict[str, Names]:
     """Lists, by class, the attributes that a row (`families.Family`) accounts for in the forwards that its layers stand in for."""
     prefix, sparse, mixers = family.prefix, family.sparse, family.mixers
     options = {f"config.{path[1]}" if path[0] == "config" else path[0] for _, *path in family.options}
-    attention = {*ATTENTION, family.attention_dropout, *family.qkv, *options, *(PACKED if len(family.qkv) == 1 else ()), family.turned}
+    attention = {*ATTENTION, family.attention_dropout, *family.qkv, *options, family.turned, family.windowed}
+    attention |= PACKED if len(family.qkv) == 1 else set()
     attention |= {*family.head_norms} if mixers or family.qk_norm != "none" else set()
     attention |= {"config.rope_parameters"} if family.position_scale else set()
     absent = {path.partition(".")[::2] for path in family.absent}  # (the layer's attribute, a path below it)

@@ -121,7 +121,8 @@ class Family(NamedTuple):
     neighbours are neighbours. gated: whether the MLP has a gate, without which gate_up is the one projection in front of the activation.
     turned_first: whether the norms of heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for
     torch.nn.LayerNorm. attention_dropout: attention's attribute of the probability with which it drops what it attends to, "" where it
-    never does. weightless: of LayerNorms without a weight, the epsilon, which their class writes out.
+    never does. weightless: of LayerNorms without a weight, the epsilon, which their class writes out. windowed: attention's attribute that
+    says of a layer whether its sliding_window counts; where there is one, no other layer turns its heads.
     """
 
     model: str
@@ -172,6 +173,7 @@ class Family(NamedTuple):
     norm_name: str = "RMSNorm"
     attention_dropout: str = "attention_dropout"
     weightless: Optional[float] = None
+    windowed: str = ""
 
     def norm_class(self) -> str:
         """The class of the norms; "" where it is PyTorch's."""

@@ -5,7 +5,7 @@ understood; the reasons say what stopped it."""
 import ast
 import inspect
 import sys
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -30,6 +30,7 @@ SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", **ACTIVATION_CLASSES}
 GATED = "silu", "gelu_tanh"  # what may be multiplied by up
 ACTIVATING = "activation", "silu"  # a module, or the function
+WINDOW = "sliding_window"  # what attention's implementation calls it, and modules
 
 
 class Row(NamedTuple):
@@ -63,14 +64,19 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     if paths or not all(flags if takes_angles else flags[:0]):
         one = sorted(path for path in paths if len(path) == 1)
         switch = [path for path in one if all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
-        if switch:  # what else decides is among the tests
+        windowed = _windowed(modules, flags, paths, [each.attended.options.get(WINDOW) for _, each in found])  # type: ignore[union-attr]
+        if windowed:
+            row["windowed"], switch = windowed, [(windowed,)]
+        elif switch:  # what else decides is among the tests
             row["turned"] = switch[0][0]
         elif not (takes_angles and all(flags)):
             raise NotServed(f"{found[0][1].text.name} turns by {sorted(paths)}, no attribute alone")
     for _, each in found:
         reading.keep((name,), each, switch)
     names = dict.fromkeys(option for _, each in found for option in each.attended.options)  # type: ignore[union-attr]
-    row["options"] = tuple(filter(None, (_option(each, [one.attended.options.get(each) for _, one in found]) for each in names)))  # type: ignore
+    values = {each: [one.attended.options.get(each) for _, one in found] for each in names}  # type: ignore[union-attr]
+    windows = WINDOW if "windowed" in row else ""
+    row["options"] = tuple(filter(None, ((each, each) if each == windows else _option(each, values[each]) for each in names)))
     turning = [each.rotary for (_, each), flag in zip(found, flags) if flag]
     if turning:
         part = same([each["part"] for each, flag in zip(made, flags) if flag], "the part of a head that is turned")
@@ -78,6 +84,18 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
         row.update(_rotary(reading, same(turning, "the rotary embedding"), modules[0].head_dim, part))
     reading.norms += [module._modules[each] for module in modules for each in row["head_norms"]]
     return row if row["head_norms"] else {field: value for field, value in row.items() if field != "head_norms"}
+
+
+def _windowed(modules: Sequence[Any], flags: Sequence[bool], paths: Collection[Path], given: Sequence[Any]) -> str:
+    """`windowed` of a `Family`, "" where layers turn heads, or have a window, by something else. flags: whether each turns its heads, which
+    `paths` decide; given: the window that each calls attention with."""
+    names = [path[0] for path in paths if path != (WINDOW,)]
+    if len(names) != 1 or {*paths} != {(names[0],), (WINDOW,)}:
+        return ""
+    held = [(vars(module).get(WINDOW), bool(vars(module).get(names[0]))) for module in modules]
+    turns = [window is None or has for window, has in held]
+    has_window = [getattr(value, "path", None) == (WINDOW,) for value in given]
+    return names[0] if turns == [*flags] and has_window == [has for _, has in held] else ""
 
 
 def _rotary(reading: Reading, function, head_dim: int, part: Optional[int]) -> Facts:

@@ -102,6 +102,12 @@ class FusedLayer(OwnForwards):
         """The epsilon of one of the family's norms, None for no norm."""
         return eps_of(norm) if norm is None or self.family.weightless is None else self.family.weightless
 
+    def turns(self, attention) -> bool:
+        """Whether an attention turns its heads by the rotary embedding."""
+        family = self.family
+        name = family.windowed if family.windowed and attention.sliding_window is not None else family.turned
+        return name is None or bool(getattr(attention, name))
+
     def run_by(self, module) -> bool:
         """True when calling a module runs its class's own forward and nothing else; the class may also be torch.nn.LayerNorm."""
         return runs_torchs(module, nn.LayerNorm) if type(module) is nn.LayerNorm else super().run_by(module)
@@ -204,7 +210,7 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     family, attention = own.family, _parts(layer)[own.family.attention]
     norm, inner = own.fused_norm(layer, family.norms.inputs), _parts(attention)
     q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
-    is_turned = position_embeddings is not None and (family.turned is None or getattr(attention, family.turned))
+    is_turned = position_embeddings is not None and own.turns(attention)
     angles = position_embeddings if is_turned else (None, None)
     width, step = None if angles[0] is None else angles[0].shape[-1], 2 if family.spread else 1
     cos, sin = (None if each is None else each[..., ::step] for each in angles)
@@ -260,6 +266,8 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
         attention.config._attn_implementation, modeling.eager_attention_forward
     )
     options = {name: follow(attention, tuple(path)) for name, *path in own.family.options}
+    if own.family.windowed and not getattr(attention, own.family.windowed):
+        options["sliding_window"] = None
     output, _ = interface(
         attention,
         q,
