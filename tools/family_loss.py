@@ -29,7 +29,7 @@ MISSING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     "nemotron": {"num_key_value_heads": 8},
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {"head_dim": 128, "rope_parameters": HALF_A_HEAD}),
     "qwen3_omni_moe_thinker": {"head_dim": 128},
@@ -121,8 +121,9 @@ def level_of(rows: Any) -> tuple[str, tuple[str, ...]]:
     """(a key of `LEVELS`, why parts of layers are called or the layers are not served) by the table of `explain`."""
     called = tuple(f"{row.part}: {row.reason}" for row in rows if row.code == "called" and row.part != PART)
     left = tuple(row.reason for row in rows if row.part == "decoder layer")
+    others = tuple(f"some layers: {row.reason}" for row in rows if row.part.startswith("layers of ") and not row.fused)
     if called or any(row.fused and row.part.startswith("norm, ") for row in rows):
-        return "called" if called else "whole", (*called, *left)
+        return "called" if called or others else "whole", (*called, *left, *others)
     return "operations" if any(row.fused and row.part in OPERATIONS for row in rows) else "", left
 
 

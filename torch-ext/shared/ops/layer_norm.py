@@ -217,8 +217,8 @@ def layer_norm(
     if weight is None and bias is not None:
         weight = bias.new_ones(shape)
     if len(shape) > 1:
-        flat = layer_norm(x.flatten(-len(shape)), *[each if each is None else each.flatten() for each in (weight, bias)], eps)
-        return flat.view(x.shape)
+        weight, bias = (None if each is None else each.flatten() for each in (weight, bias))
+        return layer_norm(x.flatten(-len(shape)), weight, bias, eps).view(x.shape)
     if needs_formula(x, weight, bias):
         return layer_norm_reference(x, weight, bias, float(eps))[0]
     return apply_function(LayerNormFunction, x, weight, bias, float(eps))

@@ -162,8 +162,8 @@ def norm_kind(module: nn.Module) -> NormKind:
 
 def _weightless(module: nn.Module, text: ForwardText) -> NormKind:
     """The kind of a norm without a weight, whose epsilon is a number in its text. Raises `NotServed` for any other than a LayerNorm."""
-    shape, numbers = vars(module).get("normalized_shape"), [node.value for node in ast.walk(text.node) if isinstance(node, ast.Constant)]
-    numbers = [each for each in numbers if type(each) is float]
+    constants = (node.value for node in ast.walk(text.node) if isinstance(node, ast.Constant))
+    shape, numbers = vars(module).get("normalized_shape"), [each for each in constants if isinstance(each, float)]
     if type(shape) is not tuple or len(shape) != 1 or len(numbers) != 1:
         raise NotServed(f"{type(module).__name__} is not a norm with a weight and an epsilon alone")
     x = torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, ROWS)[:, None]

@@ -210,8 +210,8 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
         for why, count in _why_unread(shapes, decoder):
             found["decoder layer", why] += count
     if not decoders:
-        why = f"{type(model).__name__} has no module with an embedding of tokens and layers, by their usual names"
-        found["decoder layer", Reason("row", why)] += 1
+        none = f"{type(model).__name__} has no module with an embedding of tokens and layers, by their usual names"
+        found["decoder layer", Reason("row", none)] += 1
     return explanation_of(found)
 
 

@@ -230,7 +230,7 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
     if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
-        eps, offset, rounds, _ = spec.heads
+        eps, offset, rounds = spec.heads[:3]
         return (*qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, spec.turned), v.transpose(1, 2), x)
     if q_norm is not None and not spec.turned_first:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
