@@ -138,10 +138,14 @@ def test_layer_norms(decoders, mine, kind):
     assert_same(all_of(model), expected, 10)
 
 
+MEAN = [("mean = hidden_states.mean(-1, keepdim=True)", "mean = 0.0")]  # without which a LayerNorm is an RMSNorm
+
+
+@pytest.mark.parametrize("changes", ([], MEAN))
 @pytest.mark.parametrize("hooked", (False, True))
-def test_an_mlp_beside_attention(decoders, mine, hooked):
+def test_an_mlp_beside_attention(decoders, mine, hooked, changes):
     """Both read one norm. Where attention's last projection is called, its branch is added to the result of the MLP's node."""
-    model = mine(source=source_of_mine("Cohere"), initializer_range=0.1)
+    model = mine(*changes, source=source_of_mine("Cohere"), initializer_range=0.1)
     if hooked:
         model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *args: None)
     expected = all_of(model)

@@ -345,7 +345,8 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, mixed: Mixed):
     family, x = own.family, mixed.residual
     first, after, before, behind = family.norms
     norm = own.fused_norm(layer, before)
-    if norm is not None and not family.centred and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
+    of_sum = norm is not None and not family.centred and not family.parallel
+    if of_sum and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
         normed, total = add_rms_norm(spec.before, output, x.view(output.shape), weight_of(norm))
     else:
         total = x + _branch(own, spec, layer, after, output)
