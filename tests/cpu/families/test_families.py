@@ -333,10 +333,9 @@ def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, c
 
 @pytest.mark.parametrize(("name", "changes", "reason"), LEFT)
 def test_what_a_layer_is_only_taken_apart_without(package, calls, name, changes, reason):
-    model = tiny(name, **changes)
-    package.kernelize(model)
-    assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows}
-    assert torch.equal(step_of(model).loss, step_of(model).loss) and calls == []
+    before = step_of(model := tiny(name, **changes))
+    step_of(package.kernelize(model)).assert_same(before, FACTOR)
+    assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows} and calls == []
 
 
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):

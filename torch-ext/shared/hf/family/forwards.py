@@ -15,6 +15,7 @@ from ...decoder.spec import Inputs, Norm
 from ...ops.autograd import autocasts
 from ...ops.rotary import rotary, rotary_reference
 from ...ops.swiglu import mlp, swiglu
+from ..parts.facts import follow
 from ..parts.lookups import overridden, replaced_below
 from ..parts.modules import all_are_listened_to, is_silu, marked, original_forward
 from ..parts.weights import is_plain, plain_weight
@@ -101,8 +102,11 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
 def gated_mlp_forward(family):
     """Makes the forward of an MLP whose gate and up are packed, whose activation is another one than SiLU, or without a gate. family: its
     row."""
+    drops = [tuple(name.split(".")[1:]) for name in family.absent if name.startswith(f"{family.block}.")]
 
     def forward(layer, x: torch.Tensor) -> torch.Tensor:
+        if any(follow(layer, path) for path in drops):
+            return original_forward(layer)(layer, x)
         children = layer.__dict__["_modules"]
         products = [children[name](x) for name in family.gate_up]
         act = getattr(layer, family.act)  # a user's may be a function, which is no child
