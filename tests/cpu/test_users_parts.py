@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.compile_checks import with_adapters
@@ -45,6 +47,32 @@ def test_a_class_that_is_called_in_its_own_way(qwen3, how, part):
     calls.clear()
     step(model).assert_same(expected)
     assert calls
+
+
+# Norms in place of a layer's, of a width: PyTorch's, and those of other families.
+NORMS = {
+    "LayerNorm": lambda width: nn.LayerNorm(width, eps=0.1),
+    "LayerNorm without a bias": lambda width: nn.LayerNorm(width, bias=False),
+    "LayerNorm of whole rows": lambda width: nn.LayerNorm((TOKENS.shape[1], width)),
+    "1 + weight": GemmaRMSNorm,
+    "weight": LlamaRMSNorm,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ("llama", "gemma", "starcoder2", "nemotron", "cohere"))
+def test_a_norm_of_another_family(decoders, name, norm):
+    """`apply` gives the norms of all families a forward of ours, so that it is ours tells nothing of what a norm computes."""
+    model = tiny(name)
+    decoders.apply()
+    decoders.kernelize(model)  # which reads Cohere
+    layer = model.model.layers[0]
+    layer.input_layernorm = NORMS[norm](layer.input_layernorm.weight.shape[0])
+    for weight in layer.input_layernorm.parameters():
+        nn.init.uniform_(weight, 0.5, 1.5)
+    found = step(model)
+    decoders.reset()
+    found.assert_same(step(model), 30)  # some gradients of these are little but rounding
 
 
 def test_a_call_that_is_another_for_all_modules(qwen3, monkeypatch):

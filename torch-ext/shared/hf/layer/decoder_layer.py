@@ -109,8 +109,11 @@ class FusedLayer(OwnForwards):
         return name is None or bool(getattr(attention, name))
 
     def run_by(self, module) -> bool:
-        """True when calling a module runs its class's own forward and nothing else; the class may also be torch.nn.LayerNorm."""
-        return runs_torchs(module, nn.LayerNorm) if type(module) is nn.LayerNorm else super().run_by(module)
+        """As of `OwnForwards`; where the family's norms compute what torch.nn.LayerNorm does, the class may also be that one."""
+        if type(module) is not nn.LayerNorm:
+            return super().run_by(module)
+        alike = self.family.centred and not self.family.offset and len(module.normalized_shape) == 1
+        return alike and runs_torchs(module, nn.LayerNorm)
 
     def spec(self, make, *values):
         """make(self, *values), made once for each combination of values."""

@@ -14,7 +14,7 @@ from ..family.row_reader import Row
 from ..parts.explanation import Reason
 from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups, original_forward_of
-from ..parts.modules import is_marked, own_forward
+from ..parts.modules import is_marked, original_forward, own_forward
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE
 
@@ -94,7 +94,8 @@ class RecognisedLayer(FusedLayer):
         if type(module) is nn.LayerNorm:
             return super().run_by(module)
         function = own_forward(module)
-        return is_marked(function) or any(function is each for each in self._forwards)
+        function = original_forward(module) if is_marked(function) else function
+        return any(function is each for each in self._forwards)
 
     def rotary(self, name: str) -> bool:
         return getattr(sys.modules[self.modeling], name) is self._functions[name]

@@ -122,8 +122,11 @@ class OwnForwards:
         self.known: set = set()
 
     def run_by(self, module) -> bool:
-        """True when calling a module of one of the classes runs its class's own forward and nothing else, such as hooks."""
+        """True when calling a module of one of the classes runs its class's own forward, or this package's in its place, and nothing else,
+        such as hooks."""
         function = own_forward(module)
+        if is_marked(function):  # which another family's module may have as well
+            function = original_forward(module)
         if self._knows(function):
             return True
         return any(is_transformers_own(function, self.modeling, name) for name in self.names) and self._learn(function)
