@@ -72,6 +72,7 @@ GROUPS = (
             "attention/test_attention_documents.py": "rows_without_position_ids_go_to_sdpa_in_a_graph",
             "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
             "test_sequence_parallel.py": "ulysses_compiled",
+            "test_users_parts.py": "a_forward_that_is_put_on_a_module_after_compiling",
         },
     ),
     Group(

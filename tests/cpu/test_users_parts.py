@@ -16,6 +16,7 @@ from tests.compile_checks import with_adapters
 from tests.decoder_families import tiny
 from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
 from tests.ops.second_runs import saves_products
+from tests.versions import needs_compiler
 
 TOKENS = random_tokens(2, 13)
 
@@ -95,6 +96,19 @@ def test_a_call_that_is_another_for_all_modules(qwen3, monkeypatch):
     called.clear()
     step(model).assert_same(expected)
     assert not called
+
+
+@needs_compiler
+def test_a_forward_that_is_put_on_a_module_after_compiling(qwen3):
+    model = qwen3.kernelize(tiny_model(num_hidden_layers=1))
+    model.compile(backend="eager")
+    step(model)
+    for part in ("model.layers.0.mlp.act_fn", "model.layers.0.mlp.down_proj", "lm_head"):
+        module = model.get_submodule(part)
+        module.forward = functools.partial(lambda own, x: 1.3 * own(x), module.forward)
+        found = step(model)
+        with torch.compiler.set_stance("force_eager"):
+            found.assert_same(step(model), 3)
 
 
 @pytest.mark.parametrize("name", ("phi3", "glm", "gemma3_text", "llama"))

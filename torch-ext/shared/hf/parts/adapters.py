@@ -18,7 +18,7 @@ from ...ops.expert_adapters import ExpertAdapter, ExpertAdapters
 from ...ops.operators import constant_when_traced
 from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
-from .modules import own_forward, runs_torchs
+from .modules import has_class_forward, own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
 
 __all__ = ["expert_adapters_or_reason", "inside_wrappers", "is_untouched", "projection_or_reason", "projections", "router_weight_or_reason"]
@@ -251,7 +251,7 @@ def router_weight_or_reason(router, dtype: torch.dtype, weight: torch.Tensor) ->
 def _dropout(layer) -> Optional[float]:
     """The probability with which a layer zeroes an element now; None for a layer that has to be called."""
     cls = type(layer)
-    if cls is not nn.Identity and cls is not nn.Dropout or not runs_torchs(layer, cls) or "forward" in layer.__dict__:
+    if cls is not nn.Identity and cls is not nn.Dropout or not runs_torchs(layer, cls) or not has_class_forward(layer):
         return None
     if cls is nn.Identity:
         return 0.0

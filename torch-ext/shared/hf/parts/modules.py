@@ -22,9 +22,9 @@ from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, repl
 
 __all__ = [
     "ACTIVATIONS", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "MODULE_CALL", "OFF", "Layer", "OwnForwards",
-    "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class", "is_activation",
-    "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu", "is_transformers_own", "marked", "modules_of",
-    "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs", "why_not_own", "without_decorators",
+    "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class", "has_class_forward",
+    "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu", "is_transformers_own", "marked",
+    "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs", "why_not_own", "without_decorators",
 ]  # fmt: skip
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
@@ -231,8 +231,15 @@ def own_forward(module):
         return None
     if state["_forward_hooks"] and (torch.compiler.is_compiling() or _is_captured(module, state["_forward_hooks"])):
         return None
-    forward = state.get("forward")
-    return cls.forward if forward is None else getattr(forward, "__func__", None)
+    return cls.forward if has_class_forward(module) else getattr(state["forward"], "__func__", None)
+
+
+def has_class_forward(module) -> bool:
+    """Tells whether no forward was put on a module itself. While a graph is made, the attribute is asked for: the graph learns when that
+    changes, and not when `__dict__` gets an entry."""
+    if torch.compiler.is_compiling() and module.forward is None:
+        return False
+    return "forward" not in module.__dict__
 
 
 def decoder_of(causal_lm):

@@ -10,7 +10,7 @@ from ...ops.arguments import fail
 from ...runtime.device import PLAIN
 from .explanation import Reason
 from .lookups import is_by, mode_in_force, replaced_below
-from .modules import DEEPSPEED, FORWARDS, FSDP, own_forward, runs_torchs
+from .modules import DEEPSPEED, FORWARDS, FSDP, has_class_forward, own_forward, runs_torchs
 
 __all__ = [
     "bias_of", "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "need_frozen", "plain_weight", "rows_of", "sharded_weight",
@@ -85,7 +85,7 @@ def why_not_plain(layer, with_bias: bool = False, kind: type = nn.Linear, name: 
     state = layer.__dict__
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return Reason("hooks", "hooks listen to it")
-    if "forward" in state:
+    if not has_class_forward(layer):
         return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'an object without a module')}")
     bias, weight = held(layer, "bias"), held(layer, name)
     if bias is not None and not with_bias:
