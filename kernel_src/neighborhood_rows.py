@@ -1,6 +1,6 @@
-"""What the kernels of neighborhood attention share: the positions of one residue that a block has, their rows, and which of them see which.
-kernel_src/neighborhood_attention.py has the formulas. Rows outside the sequence are read as its first or last row, and their products are
-masked."""
+"""Functions for all kernels of neighborhood attention: which positions of a residue a block works on, the rows they are in, and which of
+them see each other. The formulas are in kernel_src/neighborhood_attention.py. Rows outside the sequence are read as its first or last row,
+and their products are masked."""
 
 import cuda.tile as ct
 

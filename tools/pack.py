@@ -45,7 +45,7 @@ class Part(NamedTuple):
     host: str
 
     def stream(self) -> tuple[str, int]:
-        """What the parts that are packed together share: their file, and the first of their architectures."""
+        """Identifies the stream that this part is packed in: its file, and the oldest architecture in the stream."""
         return self.file, int(ALIKE.get(self.architecture, self.architecture)[3:])
 
     def order(self) -> tuple:

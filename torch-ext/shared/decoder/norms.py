@@ -26,7 +26,7 @@ def is_plain(norm: Norm) -> bool:
 
 
 def _scale(norm: Norm, weight: Weight) -> Weight:
-    """What a LayerNorm multiplies by. Nemotron adds 1 to the weight in the weight's own dtype."""
+    """The factor of a LayerNorm. Nemotron adds 1 to the weight in the weight's own dtype."""
     return weight + norm.offset if norm.offset else weight
 
 

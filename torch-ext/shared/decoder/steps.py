@@ -207,8 +207,8 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
 
 
 def with_branch(spec: Outputs, total: torch.Tensor, attended: Optionals, o: Optional[Projections]) -> torch.Tensor:
-    """What the MLP's branch is added to. total: of `join_forward`, to which the branch of an MLP beside attention is added here: only the
-    result reads that sum."""
+    """The residual stream that the MLP's branch is added to. total: from `join_forward`. Where the MLP is beside attention, attention's
+    branch is added to it here, since only the result reads that sum."""
     if not spec.parallel or o is None or attended is None:
         return total
     (branch,) = o.again(flat_heads(attended))

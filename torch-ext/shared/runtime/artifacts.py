@@ -1,16 +1,14 @@
 """The prebuilt kernels on disk: the manifest, the files of compiled images, and their digests.
 
-`cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
-each host and architecture lies. An image file, `cubins/<operation>.cubins`, is a row of xz streams, one for each architecture, or for two
-that are alike (tools/pack.py). A stream has a part for each architecture and host with the images of all variants one after another: images
-are much alike, those for two hosts differ in 3 kB, and packed together all take a sixth of what they take separately. A GPU has use for one
-part of a file, for which the stream is unpacked up to the part's end when the first of its images is asked for: 6 ms for each MB of images,
-on one core of a server, and 1 ms for each MB of a part before it, which is nearly the same. An image holds machine code for the host's
-processor too, which the driver runs: an image of another host would crash the process, so a host looks for its own parts alone, and a file
-is hashed before the driver sees a byte of it.
+`cubins/manifest.json` lists every variant of every kernel, with the promises that its arguments must keep and the place of its image for
+each host and architecture. An image file, `cubins/<operation>.cubins`, is a row of xz streams, one for each architecture or for two that
+are alike (tools/pack.py). A stream has a part for each architecture and host: the images of all variants, a sixth of their size packed so.
+A GPU needs one part, and unpacks the stream up to its end when the first image is asked for: on one core of a server 6 ms for each MB of
+the part, and 1 ms for each MB before it, which is nearly the same. The driver runs an image's code for the host's processor, and another
+host's would crash the process: only this host's parts are read, and a file is hashed first.
 
-The manifest has the digests of these files, and metadata.json, which lies beside `cubins` in a build and in an installed clone, has that of
-the manifest. Sources that run in place have no metadata.json: there a manifest is checked by its form alone.
+The manifest has the digests of these files; metadata.json, beside `cubins` in a build or an installed clone, has the manifest's. Sources
+that run in place have no metadata.json: there a manifest is checked by its form alone.
 """
 
 import base64
@@ -217,11 +215,8 @@ def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> BuiltVa
 
 
 class Artifacts:
-    """The kernels in one folder. Thread-safe; nothing is read before it is asked for.
-
-    Raises ArtifactError, which names the file and the cure, when the manifest is missing, is no manifest of this format, or disagrees
-    with metadata.json or with the files.
-    """
+    """The kernels in one folder. Thread-safe; nothing is read before it is asked for. Raises ArtifactError, which names the file and the
+    cure, when the manifest is missing, is no manifest of this format, or disagrees with metadata.json or with the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -310,10 +305,8 @@ class Artifacts:
     def verify(self, architecture: str = "") -> None:
         """Reads all files, compares their digests with the manifest and the places of this host's streams with their lengths.
 
-        architecture: whose images this process will ask for. They come from what is read here, also where a file changes later, and
-        asking again reads nothing. Raises ArtifactError at the first file that differs, when there is a file of kernels that the
-        manifest does not list, and where this Python cannot unpack them.
-        """
+        architecture: whose images this process will ask for; they come from what is read here, and asking again reads nothing. Raises
+        ArtifactError for a file that differs, for one that the manifest does not list, and where this Python cannot unpack them."""
         files = self.manifest["files"]
         if architecture and architecture in self._verified:
             return
@@ -355,8 +348,8 @@ class Artifacts:
         return data
 
     def unpack_ahead(self, architecture: str) -> None:
-        """Unpacks the streams of an architecture on other threads while this one goes on: those of a model take 50 ms one after the other,
-        and its first step asks for most of them. Leaves a package alone whose streams would not all stay in memory."""
+        """Unpacks an architecture's streams on other threads: a model's take 50 ms one after the other, and its first step needs most of
+        them. Does nothing for a package whose streams would not all stay in memory."""
         parts = {name: self._parts(name).get(architecture) for name in self.manifest["streams"]}
         sizes = {name: place[3] for name, place in parts.items() if place}
         if sum(sizes.values()) > UNPACKED:
@@ -367,8 +360,7 @@ class Artifacts:
         pool.shutdown(wait=False)
 
     def _parts(self, name: str) -> Dict[str, List[int]]:
-        """What a file has for this host, by architecture: where its stream starts and how long it is, and where the part starts and how
-        long it is in what the stream unpacks to."""
+        """This host's parts of a file: architecture -> [start of the stream, its length, start of the part once unpacked, its length]."""
         return self.manifest["streams"][name].get(host(), {})
 
     def _unpack(self, name: str, architecture: str) -> bytes:

@@ -197,7 +197,7 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
 
 
 def _activation(module: Any) -> str:
-    """What the module of an activation computes; "" where it is not known."""
+    """The name of the function that an activation module computes; "" for an unknown module."""
     known = type(module).__module__ in (ACTIVATIONS, "torch.nn.modules.activation")
     return ACTIVATION_NAMES.get(type(module).__name__, "") if known else ""
 

@@ -109,7 +109,7 @@ class FusedLayer(OwnForwards):
         return name is None or bool(getattr(attention, name))
 
     def run_by(self, module) -> bool:
-        """As of `OwnForwards`; where the family's norms compute what torch.nn.LayerNorm does, the class may also be that one."""
+        """Extends `OwnForwards.run_by` to torch.nn.LayerNorm, in families whose norms compute the same."""
         if type(module) is not nn.LayerNorm:
             return super().run_by(module)
         alike = self.family.centred and not self.family.offset and len(module.normalized_shape) == 1
