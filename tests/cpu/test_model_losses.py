@@ -210,6 +210,33 @@ def test_a_loss_of_the_users_own_is_called(qwen3):
     assert found.logits is not None
 
 
+@pytest.mark.parametrize("loss", ["of logits", "loss_function", "loss_type"])
+def test_options_that_do_not_reach_a_loss_are_named(qwen3, loss, monkeypatch):
+    """They are the model's own loss's. Any other that trains would leave them out without a word."""
+    monkeypatch.setattr(importlib.import_module(f"{qwen3.__name__}.shared.hf.parts.explanation"), "_warned", set())
+    qwen3.apply(fused_linear_cross_entropy={"label_smoothing": 0.1, "lse_square_scale": 1e-3, "skip_logits": True})
+    model, inputs = tiny_model(), {"input_ids": TOKENS, "labels": LABELS}
+    if loss == "of logits":
+        del inputs["labels"]
+    elif loss == "loss_type":
+        model.loss_type = "ForMaskedLM"
+    else:
+        model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(**inputs)  # nothing trains here
+        model.eval()(**inputs)
+    with pytest.warns(RuntimeWarning, match=r"^label_smoothing, lse_square_scale of apply\(.*\) do not reach a loss that is"):
+        model.train()(**inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**inputs)  # once is enough
+        for options in ({"skip_logits": True}, True):
+            qwen3.apply(fused_linear_cross_entropy=options)
+            model(**inputs)
+
+
 def test_another_loss_type_is_called(qwen3):
     model = tiny_model()
     model.loss_type = "ForMaskedLM"

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer and TRL's SFTTrainer: losses, gradients and metrics of the same run without the layers."""
 
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -252,6 +253,17 @@ def test_losses_that_read_the_logits(qwen3, device, kind, what, tmp_path):
     options = {what: 0.2 if what == "label_smoothing_factor" else squares, "per_device_train_batch_size": 4}
     expected = run(kind, model_on(device), tmp_path, device, **options)
     run(kind, install(qwen3, model_on(device)), tmp_path, device, **options).assert_same(expected, device)
+
+
+@pytest.mark.parametrize("what", ["label_smoothing_factor", "compute_loss_func"])
+@BOTH
+def test_options_that_do_not_reach_the_loss_of_a_trainer_are_named(qwen3, device, kind, what, tmp_path, monkeypatch):
+    """Both trainers compute that loss from logits, and TRL's runs its own head without gradients beside it."""
+    monkeypatch.setattr(sys.modules[f"{qwen3.__name__}.shared.hf.parts.explanation"], "_warned", set())
+    qwen3.apply(fused_linear_cross_entropy={"lse_square_scale": 1e-3})
+    given = 0.2 if what == "label_smoothing_factor" else lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
+    with pytest.warns(RuntimeWarning, match=r"lse_square_scale of apply\(.*\) do not reach a loss"):
+        run(kind, model_on(device), tmp_path, device, per_device_train_batch_size=4, max_steps=1, **{what: given})
 
 
 def ragged(data):

@@ -12,7 +12,7 @@ from ...ops.autograd import autocasts
 from ...ops.cross_entropy import CrossEntropyOptions, LinearCrossEntropyOutput, cross_entropy_of_logits
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..family.head import Head, Unmade, check_head
-from ..parts.explanation import ADVICE, Reason
+from ..parts.explanation import ADVICE, Reason, warn_once
 from ..parts.facts import Path, follow
 from ..parts.lookups import replaced_below
 from ..parts.modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward, own_forward, why_not_own
@@ -268,6 +268,17 @@ def _say_that_logits_are_made(model, reason: Reason, kwargs) -> None:
         warnings.warn(f"{type(model).__name__} makes all logits for its loss: {reason.text}{advice}", RuntimeWarning, stacklevel=3)
 
 
+def _say_that_options_are_lost(model, labels) -> None:
+    """Warns, once for the same options, where the loss of a training pass is not the model's own, which alone takes those of `apply`: a
+    trainer that smooths labels, or a user, computes it from logits, or model.loss_function does."""
+    lost = [name for name in dict(getattr(model, LOSS_OPTIONS, ())) if name != "skip_logits"]
+    if not lost or torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return
+    where = "a loss that is computed from logits" if labels is None else "a loss that is not the model's own"
+    advice = "give the trainer's or the loss's own options, such as label_smoothing_factor"
+    warn_once(f"{', '.join(lost)} of apply(fused_linear_cross_entropy=...) do not reach {where}: {advice}", stacklevel=4)
+
+
 def causal_lm_forward(self, labels=None, head: Optional[Head] = NO_CHANGE, **kwargs):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
@@ -283,6 +294,7 @@ def causal_lm_forward(self, labels=None, head: Optional[Head] = NO_CHANGE, **kwa
     if reason is not None and reason.code not in WANTED:
         _say_that_logits_are_made(self, reason, kwargs)
     if labels is None or reason is not None:
+        _say_that_options_are_lost(self, labels)
         return forward(self, labels=labels, **kwargs)
     if "num_items" in kwargs:
         kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
