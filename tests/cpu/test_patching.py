@@ -123,6 +123,18 @@ def test_reset_reaches_copies_of_a_kernelized_model(qwen3):
     assert not own_forwards(model) and not own_forwards(other)
 
 
+def test_modules_that_were_never_finished_are_left_alone(qwen3):
+    """A copy that fails leaves an empty module behind for as long as its traceback is kept, as in a notebook."""
+    model = qwen3.kernelize(tiny_model())
+    model.late = model.lm_head.weight * 1  # a tensor with a graph cannot be copied
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    unfinished = [type(each).__new__(type(each)) for each in (model, model.model, model.model.layers[0], model.lm_head)]
+    qwen3.apply()
+    qwen3.reset()
+    assert all(not vars(each) for each in unfinished)
+
+
 def test_kernelize_leaves_other_models_alone(qwen3):
     other, before = tiny_model(), everything()
     model = qwen3.kernelize(tiny_model())

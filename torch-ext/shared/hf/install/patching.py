@@ -116,7 +116,8 @@ def _live_modules(families: Families):
     known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
     found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
     found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
-    return list(found.values())
+    # A constructor or a copy that failed may leave a module behind that `nn.Module.__init__` never reached.
+    return [module for module in found.values() if "_modules" in vars(module)]
 
 
 def register(families: Sequence[FoundFamily]):
