@@ -35,7 +35,23 @@ def halve_attention(model):
     model.set_attn_implementation("halved")
 
 
+def subclass(module):
+    """Gives a module another class whose forward is twice the one before."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"forward": doubled(cls.forward)})
+
+
+def doubled(function):
+    def twice(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return (found[0] * 2, *found[1:]) if isinstance(found, tuple) else found * 2
+
+    return twice
+
+
 CHANGES = {
+    "another class": lambda model: subclass(model.model.layers[0].mlp.up_proj),
+    "another class of attention": lambda model: subclass(model.model.layers[1].self_attn),
     "another attention": halve_attention,
     "weights that moved": lambda model: setattr(
         model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
@@ -61,15 +77,7 @@ def test_what_changes_is_recorded_anew(package, tiny_model, change):
     assert counts[0] < whole() and counts[2:] == [whole()] * 2
 
 
-def doubled(function):
-    def twice(*args, **kwargs):
-        found = function(*args, **kwargs)
-        return (found[0] * 2, *found[1:]) if isinstance(found, tuple) else found * 2
-
-    return twice
-
-
-@pytest.mark.parametrize("what", ("a class's forward", "the attention of that name", "the rotary embedding", "silu"))
+@pytest.mark.parametrize("what", ("a class's forward", "the attention of that name", "PyTorch's SDPA", "the rotary embedding", "silu"))
 def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what, monkeypatch):
     """By the user, behind a name that stays."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -80,6 +88,8 @@ def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what,
     if what == "a class's forward":
         cls = type(model.model.layers[1].mlp)
         monkeypatch.setattr(cls, "forward", doubled(cls.forward))
+    elif what == "PyTorch's SDPA":  # as SageAttention's users do
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", doubled(torch.nn.functional.scaled_dot_product_attention))
     elif what == "silu":
         monkeypatch.setattr(torch.nn.functional, "silu", doubled(torch.nn.functional.silu))
     elif what == "the rotary embedding":

@@ -1,8 +1,9 @@
-"""Notices whether modules are still what they were: the same weights at the same place, submodules, settings, functions that they call by
-name, and no hooks."""
+"""Notices whether modules are still what they were: of the same classes, the same weights at the same place, submodules, settings,
+functions that they call by name, and no hooks."""
 
 import operator
 import sys
+import weakref
 from typing import Any, Dict, Iterable, List, Tuple
 
 import torch
@@ -19,10 +20,15 @@ _FORWARD = operator.attrgetter("forward")
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
 
 
+def _attention_named(name: str) -> Any:
+    """The function that transformers has for an attention of that name."""
+    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(name)
+
+
 def _attention_of(config) -> Tuple[str, Any]:
-    """The name of an attention, and the function that transformers has by that name."""
+    """The name of an attention, and its function."""
     name = config._attn_implementation
-    return name, sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(name)
+    return name, _attention_named(name)
 
 
 class Watch:
@@ -36,8 +42,11 @@ class Watch:
 
     def __init__(self, modules: Iterable[nn.Module], ignored: Iterable[str] = ()):
         """ignored: names of attributes that may change."""
-        standard = self.STANDARD.union(ignored)
-        classes = {type(part) for module in modules for part in module.modules()}
+        modules, standard = list(modules), self.STANDARD.union(ignored)
+        self.roots = list(map(weakref.ref, modules))  # may be dropped; their dictionaries hold what is below them
+        self.below = [part for module in modules for part in module.modules() if part is not module]
+        self.kinds = self._kinds()
+        classes = set(self.kinds)
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.hooks: List[dict] = []
@@ -66,9 +75,13 @@ class Watch:
                         identical.append((held, key, value))
         self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
         self.configs = list(configs.values())
-        self.lookups = Lookups([original_forward_of(cls) for cls in self.classes])
+        attentions = {"sdpa", *(config._attn_implementation for config in self.configs)} if configs else ()  # ours may call SDPA, too
+        self.lookups = Lookups([*map(original_forward_of, self.classes), *map(_attention_named, attentions)])
         self.sizes = self._sizes()
         self.facts = self._facts()
+
+    def _kinds(self) -> List[type]:
+        return [*(type(root()) for root in self.roots), *map(type, self.below)]
 
     def _sizes(self) -> List[int]:
         return list(map(len, self.sized))
@@ -82,7 +95,7 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(self.hooks) or self._sizes() != self.sizes:
+        if any(self.hooks) or self._sizes() != self.sizes or self._kinds() != self.kinds:
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
