@@ -1,5 +1,7 @@
 """A captured model reads what its caller wrote into the tensors of an earlier pass, also where no version counts it, and in one pass."""
 
+import sys
+
 import pytest
 import torch
 
@@ -121,3 +123,22 @@ def test_a_window_that_changes_between_passes(package, tiny_model, packed):
             m.config.sliding_window = window
         for seed in range(3):
             assert compare(model, plain, seed, **options) == whole() or seed == 0
+
+
+@one_family
+def test_a_window_that_changes_where_products_attend(package, tiny_model, monkeypatch):
+    """As for heads that no kernel takes: which keys a product reads stands in the graph, a window's first ones among them."""
+    of_package = f"{package.__name__}.shared"
+    monkeypatch.setattr(sys.modules[f"{of_package}.ops.attention_products"], "ROWS", (2, 2))
+    attention = sys.modules[f"{of_package}.hf.attention.attention"]
+    for name, found in (("_takes", False), ("wants_products", True)):
+        monkeypatch.setattr(attention, name, lambda *given, found=found: found)
+    windows = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 2}
+    model, plain = (package.kernelize(tiny_model(**windows)) for _ in range(2))
+    for m in (model, plain):
+        m.set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    for window in (3, 6):
+        for m in (model, plain):
+            m.config.sliding_window = window
+        assert [compare(model, plain, seed) for seed in range(3)] == [0, whole(), whole()]

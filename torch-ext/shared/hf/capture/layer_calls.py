@@ -74,7 +74,7 @@ def described(layer, x, kwargs):
             if planned:
                 plan = value.plan(x.device, *_documents(layer, value, kwargs))
                 tensors += (plan.limits, plan.walks)
-                key += (plan.limits.shape, plan.walks.shape)
+                key += (plan.limits.shape, plan.walks.shape, plan.window)  # by a window, products choose the keys that they read
             continue
         parts = value if type(value) is tuple else (value,)
         for part in parts:
