@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
@@ -74,6 +75,27 @@ def test_a_norm_of_another_family(decoders, name, norm):
     found = step(model)
     decoders.reset()
     found.assert_same(step(model), 30)  # some gradients of these are little but rounding
+
+
+class Larger(nn.Module):
+    def forward(self, weight):
+        return 1.1 * weight + 0.3
+
+
+@pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
+@pytest.mark.parametrize("name", ("nemotron", "starcoder2", "exaone4"))
+def test_a_weight_that_is_parametrized(decoders, name, after):
+    """It is made at each look by a property of a class of its own, and no parameter of its module."""
+    for path in [path for path, _ in tiny(name).model.layers[0].named_parameters()]:
+        part, _, weight = path.rpartition(".")
+        model, plain = tiny(name), tiny(name)
+        if after:
+            step(decoders.kernelize(model))
+        for each in (model, plain):
+            register_parametrization(each.model.layers[0].get_submodule(part), weight, Larger())
+        found = step(model if after else decoders.kernelize(model))
+        assert any(f"{part}.parametrizations.{weight}" in gradient for gradient in found.gradients)
+        found.assert_same(step(plain), 30)
 
 
 def test_a_call_that_is_another_for_all_modules(qwen3, monkeypatch):

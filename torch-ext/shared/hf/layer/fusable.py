@@ -29,6 +29,8 @@ def _parts(layer):
 
 def has_plain_norm(own: Any, norm, x) -> bool:
     weight, bias = held(norm, "weight"), held(norm, "bias")
+    if bias is None and getattr(type(norm), "bias", None) is not None:  # a property: a parametrization, which makes it at each look
+        return False
     if bias is not None and (not own.family.centred or type(bias) not in PLAIN or bias.dtype != x.dtype):
         return False
     plain = weight is None if own.family.weightless else type(weight) in PLAIN and weight.dtype == x.dtype
