@@ -20,15 +20,10 @@ _FORWARD = operator.attrgetter("forward")
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
 
 
-def _attention_named(name: str) -> Any:
-    """The function that transformers has for an attention of that name."""
-    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(name)
-
-
 def _attention_of(config) -> Tuple[str, Any]:
-    """The name of an attention, and its function."""
+    """The name of an attention, and the function that transformers has by that name."""
     name = config._attn_implementation
-    return name, _attention_named(name)
+    return name, sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(name)
 
 
 class Watch:
@@ -45,8 +40,7 @@ class Watch:
         modules, standard = list(modules), self.STANDARD.union(ignored)
         self.roots = list(map(weakref.ref, modules))  # may be dropped; their dictionaries hold what is below them
         self.below = [part for module in modules for part in module.modules() if part is not module]
-        self.kinds = self._kinds()
-        classes = set(self.kinds)
+        classes = {type(part) for module in modules for part in module.modules()}
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.hooks: List[dict] = []
@@ -75,16 +69,16 @@ class Watch:
                         identical.append((held, key, value))
         self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
         self.configs = list(configs.values())
-        attentions = {"sdpa", *(config._attn_implementation for config in self.configs)} if configs else ()  # ours may call SDPA, too
-        self.lookups = Lookups([*map(original_forward_of, self.classes), *map(_attention_named, attentions)])
-        self.sizes = self._sizes()
+        attentions = dict(map(_attention_of, self.configs))
+        if attentions:  # ours may call SDPA, too
+            attentions["sdpa"] = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get("sdpa")
+        self.lookups = Lookups([*map(original_forward_of, self.classes), *attentions.values()])
+        self.structure = self._structure()
         self.facts = self._facts()
 
-    def _kinds(self) -> List[type]:
-        return [*(type(root()) for root in self.roots), *map(type, self.below)]
-
-    def _sizes(self) -> List[int]:
-        return list(map(len, self.sized))
+    def _structure(self) -> list:
+        """How many entries each dictionary has, and the class of each module; one call, as each counts in each pass."""
+        return [*map(len, self.sized), *map(type, map(weakref.ref.__call__, self.roots)), *map(type, self.below)]
 
     def _facts(self) -> list:
         """Says where the tensors lie, whether they need a gradient, and which functions compute."""
@@ -95,7 +89,7 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(self.hooks) or self._sizes() != self.sizes or self._kinds() != self.kinds:
+        if any(self.hooks) or self._structure() != self.structure:
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
