@@ -37,10 +37,9 @@ class Watch:
 
     def __init__(self, modules: Iterable[nn.Module], ignored: Iterable[str] = ()):
         """ignored: names of attributes that may change."""
-        modules, standard = list(modules), self.STANDARD.union(ignored)
-        self.roots = list(map(weakref.ref, modules))  # may be dropped; their dictionaries hold what is below them
-        self.below = [part for module in modules for part in module.modules() if part is not module]
-        classes = {type(part) for module in modules for part in module.modules()}
+        parts, standard = [part for module in modules for part in module.modules()], self.STANDARD.union(ignored)
+        self.parts = list(map(weakref.ref, parts))  # a watched module may be dropped
+        classes = set(map(type, parts))
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.hooks: List[dict] = []
@@ -49,7 +48,7 @@ class Watch:
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
-        for part in (part for module in modules for part in module.modules()):
+        for part in parts:
             state = part.__dict__
             self.hooks += [state[name] for name in HOOKS]
             if hasattr(state.get("config"), "_attn_implementation"):
@@ -78,7 +77,7 @@ class Watch:
 
     def _structure(self) -> list:
         """How many entries each dictionary has, and the class of each module; one call, as each counts in each pass."""
-        return [*map(len, self.sized), *map(type, map(weakref.ref.__call__, self.roots)), *map(type, self.below)]
+        return [*map(len, self.sized), *map(type, map(weakref.ref.__call__, self.parts))]
 
     def _facts(self) -> list:
         """Says where the tensors lie, whether they need a gradient, and which functions compute."""
