@@ -14,6 +14,7 @@ from ..parts.facts import Fact, NotServed, Path, follow
 from ..parts.lookups import ROTARY
 from ..parts.modules import ACTIVATION_CLASSES, ACTIVATIONS, original_forward
 from .arguments import former
+from .around import Around, around_of
 from .calls import ARGUMENT, COS, SIN, argument_names, kind_of
 from .evaluator import Evaluator
 from .experts import MOE, experts_or_reason
@@ -37,13 +38,14 @@ class Row(NamedTuple):
     """family: what was read, without head and model. called: for each part that is called, what stopped its row. tests: of each layer, the
     facts that decided what it computes, by the attributes that lead to them: while one of them is another, the row is not that layer's.
     arguments: which the forwards have beside those that a row knows, and their defaults, for which they were read. frame: what else the
-    layers' own forwards do."""
+    layers' own forwards do. around: the linear layers at both ends of an attention that is called, None where they are not known."""
 
     family: Family
     called: Dict[str, str]
     tests: Tuple[Dict[Path, Any], ...]
     arguments: Dict[str, Any]
     frame: Frame
+    around: Optional[Around] = None
 
 
 # ---------------------------------------------------------------- attention
@@ -336,7 +338,8 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
     arguments = argument_names(original_forward(layers[0]))
     row["absent"] = *row["absent"], *(".".join(path) for path in reading.absent if path[-1] not in row["absent"])
     family = Family("", reading.modeling, reading.prefix, **row, takes=tuple(map(former, arguments)), called=tuple(called))
-    return Row(family, called, tuple(reading.tests), reading.arguments, frame)
+    around = around_of([layer._modules[attention] for layer in layers], frame.handed.input) if attention in called else None  # type: ignore[misc]
+    return Row(family, called, tuple(reading.tests), reading.arguments, frame, around)
 
 
 def _norms(reading: Reading, norms: Sequence[nn.Module], others: bool, beside: bool = False) -> Facts:

@@ -91,6 +91,7 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = own.projection_groups(layer, x)
     output = groups[-1][0] if groups else ""
+    between = [(family.attention, own.reason_of_called(family.attention))] if groups and own.calls_attention else []
     if not own.calls_mlp and not is_sparse(block):
         groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
     rows = []
@@ -104,11 +105,12 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
         experts = not isinstance(found, Reason)
-    for name in family.called:
-        rows.append((name, own.reason_of_called(name)))
+    rows += [(name, own.reason_of_called(name)) for name in family.called if not between or name != family.attention]
     last, reason = rows[-1]
     if reason is not None:
         called = Reason("node", f"the node that it would be in is also that of {last}")
         rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
-    dense = () if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
-    return rows + explain_products(layer, dense, family.down, dtype, wider, experts)
+    dense = [] if is_sparse(block) else [(linears, reason) for (_, linears), (_, reason) in zip(groups, rows)]
+    if dense and (between or (family.mixers and output)) and dense[0][1] is None:
+        dense[0] = dense[0][0], Reason("eight_bits", "what mixes tokens is not in their node, which multiplies in the model's dtype")
+    return between + rows + explain_products(layer, dense, family.down, dtype, wider, experts)

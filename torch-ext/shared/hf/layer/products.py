@@ -51,6 +51,7 @@ def explain_products(
             if names:
                 found = None if reason else projections([linears[name] for name in names], dtype, wider)
                 why = "they are in no fused node" if found is None else why_not_eight(found, dtype)
+                why = reason.text if reason and reason.code == "eight_bits" else why
                 named = f"{', '.join(names)} in eight bits from {fewest_of(found) if found else FEWEST} tokens on"
                 rows.append((named, Reason("eight_bits", why) if why else None))
     if len(rows) == tiled:

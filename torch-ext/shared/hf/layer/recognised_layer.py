@@ -1,22 +1,30 @@
 """A decoder layer whose row was read off its own forwards (row_reader.py): it holds for the layers that it was read of, while what decided
 their branches stays as it was."""
 
+import functools
 import sys
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import torch
 from torch import nn
 
+from ...decoder.nodes import product_dtype
+from ...decoder.norm_projections import norm_projections
+from ...ops.autograd import autocasts
 from ..family.arguments import CACHE, named
 from ..family.calls import ARGUMENT
 from ..family.expressions import Op
 from ..family.layer_reader import STREAM
 from ..family.row_reader import Row
+from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups, original_forward_of
-from ..parts.modules import is_marked, original_forward, own_forward
+from ..parts.modules import is_marked, original_forward, own_forward, without_decorators
+from ..parts.weights import weight_of
+from .checkpointing import warn_of_called_attention
 from .decoder_layer import FusedLayer, Mixed
-from .fusable import WHOLE
+from .fusable import WHOLE, Groups
 
 __all__ = ["FACTS", "RecognisedLayer"]
 
@@ -26,6 +34,32 @@ FACTS = SAVED + "facts"  # on a layer: what decided its branches, by the attribu
 GIVEN = "attention_mask", CACHE, "position_embeddings"  # None where a layer was called without
 
 
+class _Made:
+    """Stands for a linear layer of attention whose product is there already. given: what stands for its input, whose numbers nobody
+    reads."""
+
+    def __init__(self, given: torch.Tensor, product: torch.Tensor):
+        self.given, self.product, self.is_read = given, product, False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x is not self.given:
+            raise RuntimeError("attention multiplies something else than its input, and was read otherwise: please report this")
+        self.is_read = True
+        return self.product
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class _Ends(NamedTuple):
+    """Both ends of an attention. inputs: the projections of its input that it has, by name; output: the last one. forward: that runs."""
+
+    inputs: Dict[str, nn.Module]
+    output: nn.Module
+    forward: Callable[..., Any]
+
+
 class RecognisedLayer(FusedLayer):
     """A row that no table has, as it was read. classes: the names of those that are taken apart. experts: those whose forward is ours,
     though the block around them is called: by the name of the class, `router_indices` of a `Sparse`."""
@@ -33,7 +67,7 @@ class RecognisedLayer(FusedLayer):
     def __init__(self, row: Row, classes: Sequence[str], experts: Mapping[str, bool] = {}):
         family = row.family
         super().__init__(family)
-        self.called, self.arguments, self.frame = row.called, row.arguments, row.frame
+        self.called, self.arguments, self.frame, self.around = row.called, row.arguments, row.frame, row.around
         self.classes = tuple(classes)
         self.experts = experts if family.sparse is None else {family.sparse.classes[2]: family.sparse.router_indices}
         self._takes = {*family.takes, *map(named, family.takes)}
@@ -67,10 +101,45 @@ class RecognisedLayer(FusedLayer):
         return Reason("called", self.called[name])
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
-        """As of `FusedLayer`; attention is told what the layer's own forward tells it."""
+        """As of `FusedLayer`; attention is told what the layer's own forward tells it. One that is called reads products that a node has
+        made, with the norm, and leaves its last product to the node after it, where these are known (`Around`)."""
         if not self.calls_attention:
             kwargs = self._handed_on(kwargs)
-        return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
+        ends = self.ends(layer, x)
+        found = None if ends is None else projections(ends.inputs.values(), x.dtype, autocasts(x.device))
+        if ends is None or found is None:
+            return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
+        warn_of_called_attention(layer)
+        norm = self.fused_norm(layer, self.family.norms.inputs)
+        *products, residual = norm_projections(x.contiguous(), weight_of(norm), found, self.norm(self.eps(norm)), x.dtype)
+        made = {name: _Made(residual, product) for name, product in zip(ends.inputs, products)}
+        attention, output = layer._modules[self.family.attention], self.around.output  # type: ignore[union-attr]
+        between = object.__new__(type(attention))  # with all that attention has but the linear layers at its ends
+        vars(between).update(vars(attention), _modules={**attention._modules, **made, output: _as_it_is})
+        given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
+        attended, *others = self.call_attention(functools.partial(ends.forward, between), residual, given)
+        if not all(each.is_read for each in made.values()):
+            self.around = None  # from the next pass on: a weight that nothing reads gets no gradient, rather than zeros
+        return Mixed(attended.reshape(-1, attended.shape[-1]), ends.output, residual, None, tuple(others))
+
+    def ends(self, layer, x) -> Optional[_Ends]:
+        """The ends of an attention that is called, where nodes may make their products for an input x of the layer; None elsewhere."""
+        if self.around is None or self.family.centred or torch.compiler.is_compiling() or x.dtype != product_dtype(x):
+            return None
+        attention = layer._modules[self.family.attention]
+        inner, forward = attention._modules, own_forward(attention)
+        inputs = {name: inner[name] for name in self.around.inputs if inner.get(name) is not None}
+        output, norm = inner.get(self.around.output), self.fused_norm(layer, self.family.norms.inputs)
+        runs = getattr(without_decorators(forward), "__code__", None) is self.around.code  # and no hooks, or another forward
+        return _Ends(inputs, output, forward) if runs and inputs and output is not None and norm is not None else None
+
+    def projection_groups(self, layer, x) -> Groups:
+        """As of `FusedLayer`, with the ends of an attention that is called."""
+        ends = self.ends(layer, x)
+        if ends is None:
+            return super().projection_groups(layer, x)
+        output = self.around.output  # type: ignore[union-attr]
+        return [(", ".join(["norm", *ends.inputs]), ends.inputs), (output, {output: ends.output})]
 
     def _handed_on(self, given: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns the arguments that a layer's own forward hands on to attention as they are, and other keywords if it hands them on."""
