@@ -137,7 +137,7 @@ def mlp_finish(
 
     shape: of the result; behind: the weight of the branch's norm; total: of `with_branch`; hidden: of `mlp_start`; down: begun.
     """
-    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype and not down.group.eight:  # those add to nothing
+    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype and down.is_one_product:
         out = torch.empty(shape, dtype=total.dtype, device=total.device)
         down.again(hidden, onto=total, out=out.view(total.shape))
         return out, None, None
@@ -179,7 +179,7 @@ def tiled_finish(
     spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, y: torch.Tensor, groups: OutputGroups, tile: int
 ) -> Tuple[torch.Tensor, Optionals, Optionals]:
     """Computes what `mlp_finish` does from the y that `tiled_start` returned, `tile` tokens at a time."""
-    adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype
+    adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype and groups.down.is_one_product
     found = torch.empty(shape if adds else total.shape, dtype=groups.down.group.dtype, device=total.device)
     flat = found.view(total.shape)
     for rows in tiles_of(total.shape[0], tile):

@@ -97,8 +97,7 @@ class Projections:
         self._set_weights()
 
     def _set(self, group: Group, tensors: Sequence) -> None:
-        self.group, self.parts = group, in_parts(tensors)
-        self.whole, self.b = None, []
+        self.group, self.parts, self.whole, self.b = group, in_parts(tensors), None, []
         self.states: dict = {}  # of each projection with dropout: the generator's state before it
 
     def _set_weights(self) -> None:
@@ -133,12 +132,9 @@ class Projections:
         """Lists what the backward pass needs and is not the projections' own, after `forward`. No two of these tensors share memory."""
         group = self.group
         found: list = [] if self.eight is None else list(self.eight.scales)
-        if group.spans:
-            found.append(self.low)
-        if group.makes_a:
-            found.append(self.a)
-        if group.rounds_weights:
-            found.append(self.whole)
+        found += [self.low] if group.spans else []
+        found += [self.a] if group.makes_a else []
+        found += [self.whole] if group.rounds_weights else []
         found += [b for i, b in zip(group.spans, self.b) if b is not self.parts[i].b]
         return found + list(self.states.values())
 
@@ -170,7 +166,7 @@ class Projections:
         """What each projection makes of x [tokens, in]: [tokens, out].
 
         in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only projection's result, with
-        `out`. out: [tokens, all rows], where the results go side by side.
+        `out`, where it `is_one_product`. out: [tokens, all rows], where the results go side by side.
         """
         self.begin(x)
         return self.again(x, in_one, onto, out)
@@ -179,6 +175,12 @@ class Projections:
     def reads_codes(self) -> bool:
         """Whether x may be in codes alone, and so may the results' gradients where no bias needs one: nothing reads them in 16 bits."""
         return self.eight is not None and not self.group.spans
+
+    @property
+    def is_one_product(self) -> bool:
+        """Whether a result is one product, which may be added to the stream as it is made: a bias or an adapter's product on top of a sum
+        would be lost in every row where it is below the last place of that."""
+        return not (self.eight or self.group.spans or self.group.biased)
 
     def begin(self, x: Operand, dense: Optional[torch.Tensor] = None) -> None:
         """Makes what `made` lists of x: the products with the adapters' a, and the scales of products in eight bits. dense: x where it is
@@ -207,8 +209,7 @@ class Projections:
         if self.eight is not None:
             return self.eight.forward(x, self._bias(biases), in_one, out)
         if onto is not None:
-            result = write_product(out, x, self._weight(0).t(), onto)
-            return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
+            return [write_product(out, x, self._weight(0).t(), onto)]
         if self.whole is not None and in_one and (not self.group.biased or None not in biases):
             return list(_affine(x, self.whole, self._bias(biases), out).split(rows, 1))
         outs = [None] * len(rows) if out is None else out.split(rows, 1)

@@ -188,8 +188,10 @@ def _weighted_sum(
 
 def _result(given: Given, total: torch.Tensor, found: torch.Tensor, scored: Any, down: Optional[Projections]):
     """What `add_branch` returns. found: what the experts made, to which the shared one's result is added."""
-    if down is not None:
+    if down is not None and down.is_one_product:
         down.again(scored, onto=found, out=found)
+    elif down is not None:
+        found += down.again(scored)[0]
     return add_branch(given.layout.spec.outputs, given.tensors.x.shape, given.tensors.behind, total, found)
 
 
