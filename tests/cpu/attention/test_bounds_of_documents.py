@@ -78,7 +78,7 @@ def test_what_are_no_bounds_of_documents_is_refused(chosen, monkeypatch, family)
 
 @pytest.mark.parametrize(("kind", "text"), (
     ("PromptTuning", "rising bounds from 0 to 69, .* prompt tuning puts tokens in front of each row: with it, give each document a row"),
-    ("PrefixTuning", "there is a cache, .* prefix tuning, whose prefix is a cache, give each document a row of its own"),
+    ("PrefixTuning", "there is a cache, .* prefix tuning, whose prefix is a cache, give each document a row"),
 ))  # fmt: skip
 def test_tokens_in_front_of_packed_rows_are_refused_with_what_to_do(chosen, monkeypatch, kind, text):
     """PEFT leaves the bounds of documents as they are, and transformers would let each document see the ones before it."""

@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["PROMPTS", "bounds_of", "document_bounds", "documents_in", "given_bounds", "spans_of"]
 
-PROMPTS = "PEFT's prompt tuning puts tokens in front of each row: with it, give each document a row of its own"
+PROMPTS = "PEFT's prompt tuning puts tokens in front of each row: with it, give each document a row of its own (no packing or padding_free)"
 
 
 def document_bounds(position_ids: torch.Tensor) -> Optional[torch.Tensor]:

@@ -135,7 +135,7 @@ def refuse_cache_of(documents, rows, name="cu_seq_lens_q") -> None:
     of the model that gave them."""
     if documents.numel() - 1 > rows:
         found = f"{name} has {documents.numel() - 1} documents, and there is a cache"
-        advice = "Pass use_cache=False; with PEFT's prefix tuning, whose prefix is a cache, give each document a row of its own"
+        advice = "Pass use_cache=False; with PEFT's prefix tuning, whose prefix is a cache, give each document a row (no packing)"
         raise ValueError(f"{found}, expected no cache: it has the states of one document a row. {advice}")
 
 
