@@ -46,17 +46,17 @@ def test_the_loss_without_logits_scales_and_caps_as_the_forward_does(loaded, fam
             self.named_parameters = model.named_parameters
 
         def forward(self, **inputs):
-            return forward(model, head=head, **inputs)
+            return forward(model, head, **inputs)
 
     found = Step(Fused(), input_ids=TOKENS, labels=TOKENS)
     assert found.output.logits is None
     found.assert_same(expected, 5)
-    kept = forward(model, head=head, input_ids=TOKENS, labels=TOKENS, skip_logits=False)
+    kept = forward(model, head, input_ids=TOKENS, labels=TOKENS, skip_logits=False)
     assert_close(kept.loss, expected.loss, torch.float32, "loss")
     assert kept.logits.shape == (2, 9, 199)
     if head.softcap is not None:
         with pytest.raises(ValueError, match="softcap is 7.0, expected none: this model caps its logits itself, at 0.5"):
-            forward(model, head=head, input_ids=TOKENS, labels=TOKENS, softcap=7.0)
+            forward(model, head, input_ids=TOKENS, labels=TOKENS, softcap=7.0)
 
 
 @pytest.mark.parametrize("family", ("Gemma2", "Granite", "Cohere"))
@@ -65,7 +65,7 @@ def test_a_forward_that_does_what_no_row_says_is_refused(loaded, family):
     scale, softcap = FAMILIES[family][1](model)
     for wrong in (Head(), Head(scale, 31.0), Head(scale * 1.01, softcap)):
         with pytest.raises(RuntimeError, match="the model's forward makes Head.* of its logits, expected Head.*skip_logits=False"):
-            hf(loaded, "model.causal_lm").causal_lm_forward(model, head=wrong, input_ids=TOKENS, labels=TOKENS)
+            hf(loaded, "model.causal_lm").causal_lm_forward(model, wrong, input_ids=TOKENS, labels=TOKENS)
 
 
 @pytest.mark.parametrize("what", (

@@ -92,6 +92,14 @@ def test_num_items_is_num_items_in_batch(qwen3, way):
         model(input_ids=TOKENS, labels=LABELS, num_items=37, num_items_in_batch=38)
 
 
+@pytest.mark.parametrize("make", (tiny_model, tiny_qwen3_moe))
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("name", ("head", "hidden", "weight", "bias"))
+def test_arguments_that_transformers_ignores_are_ignored(qwen3, name, training, make):
+    """It hands every keyword to the decoder and the loss, and each takes those that it knows: none is a name of this package's own."""
+    compare(qwen3, make().train(training), input_ids=TOKENS, labels=LABELS, **{name: torch.ones(VOCABULARY)})
+
+
 def test_a_head_with_other_rows_than_the_vocabulary_is_left_to_transformers(qwen3):
     """Which cuts its logits into rows of vocab_size, and finds another number of labels."""
     model = qwen3.kernelize(tiny_model())

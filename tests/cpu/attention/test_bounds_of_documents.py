@@ -76,6 +76,20 @@ def test_what_are_no_bounds_of_documents_is_refused(chosen, monkeypatch, family)
             pytest.fail(f"{name}: {model(input_ids=TOKENS, **{'use_cache': False, **said})}")
 
 
+@pytest.mark.parametrize(("kind", "text"), (
+    ("PromptTuning", "rising bounds from 0 to 69, .* prompt tuning puts tokens in front of each row: with it, give each document a row"),
+    ("PrefixTuning", "there is a cache, .* prefix tuning, whose prefix is a cache, give each document a row"),
+))  # fmt: skip
+def test_tokens_in_front_of_packed_rows_are_refused_with_what_to_do(chosen, monkeypatch, kind, text):
+    """PEFT leaves the bounds of documents as they are, and transformers would let each document see the ones before it."""
+    peft = pytest.importorskip("peft")
+    model, _ = kernelized(chosen, monkeypatch, "qwen3")
+    tuned = peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    for given in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match=text):
+            tuned(input_ids=TOKENS, cu_seq_lens_q=BOUNDS, **given)
+
+
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
 def test_bounds_of_whole_rows_say_nothing(chosen, monkeypatch, family):
     model, _ = kernelized(chosen, monkeypatch, family)

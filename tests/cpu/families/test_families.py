@@ -226,17 +226,20 @@ def test_documents_and_padding(package, calls, name):
 
 
 @pytest.mark.parametrize("graph", (False, True), ids=("eager", "a graph"))
-@pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
+@pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None),
+                                               ("llama", "one call"), ("gemma3_text", "one call")))  # fmt: skip
 def test_attention_in_both_directions(package, calls, name, variant, graph):
-    """Models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
-    model = tiny(name, initializer_range=0.1, **(VARIANTS[name][variant] if variant else {"is_causal": False}))
-    inputs = packed_and_padded()[: 1 if graph else 3]
+    """Models that embed text have it, or are called so: no mask of ours is causal, nor one for documents, padding or a graph."""
+    asked, once = {"is_causal": False}, variant == "one call"
+    model = tiny(name, initializer_range=0.1, **({} if once else VARIANTS[name][variant] if variant else asked))
+    inputs = [{**each, **(asked if once else {})} for each in packed_and_padded()[: 1 if graph else 3]]
     expected = [step_of(model, **each) for each in inputs]
     package.apply()
     model.set_attn_implementation("bastile")
     if graph:
         compiled = compiled_whole(model)
-        assert_close(compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss, expected[0].loss, torch.float32, "loss")
+        found = compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False, **inputs[0])
+        assert_close(found.loss, expected[0].loss, torch.float32, "loss")
     else:
         assert_steps(model, inputs, expected)
 

@@ -4,7 +4,9 @@ from typing import Optional
 
 import torch
 
-__all__ = ["bounds_of", "document_bounds", "documents_in", "given_bounds", "spans_of"]
+__all__ = ["PROMPTS", "bounds_of", "document_bounds", "documents_in", "given_bounds", "spans_of"]
+
+PROMPTS = "PEFT's prompt tuning puts tokens in front of each row: with it, give each document a row of its own (no packing or padding_free)"
 
 
 def document_bounds(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
@@ -62,7 +64,8 @@ def given_bounds(shape, cu_seq_lens_q, cu_seq_lens_k=None) -> Optional[torch.Ten
     rises = found.numel() > 0 and bool((found[1:] > found[:-1]).all())
     if not rises or found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
         expected = f"rising bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
-        raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}")
+        advice = f". {PROMPTS}" if found.numel() and found[-1] < rows * tokens else ""
+        raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}{advice}")
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
         if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
             raise ValueError("cu_seq_lens_k and cu_seq_lens_q have different bounds, expected the same. Pass one tensor for both")

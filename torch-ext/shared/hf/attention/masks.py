@@ -6,7 +6,7 @@ layers that no plan serves the mask that transformers makes for its own attentio
 """
 
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -255,10 +255,11 @@ def makes_masks_by_layer(config) -> bool:
     return TRACEABLE.get(type(config), BY_LAYER) == BY_LAYER and bool(getattr(config, "layer_types", None))
 
 
-def kinds_of_layers(config) -> set:
+def kinds_of_layers(config, given: Mapping[str, Any] = {}) -> set:
     """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known and causal; one where all its layers share a
-    mask."""
-    if not is_causal(config):
+    mask. given: the arguments of the decoder's forward, in which is_causal may be False for this call alone."""
+    asked = given.get("is_causal")
+    if not is_causal(config) or not (asked is None or asked):
         return {"both directions"}
     made = TRACEABLE.get(type(config), BY_LAYER)
     if made == BY_LAYER:

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from ..family.arguments import CACHE
 from ..parts.weights import is_plain
-from .document_bounds import bounds_of, document_bounds, given_bounds, spans_of
+from .document_bounds import PROMPTS, bounds_of, document_bounds, given_bounds, spans_of
 
 __all__ = ["DOCUMENTS", "bounds_in", "documents_for", "refuse_cache_of", "spans_in_bounds"]
 
@@ -135,7 +135,8 @@ def refuse_cache_of(documents, rows, name="cu_seq_lens_q") -> None:
     of the model that gave them."""
     if documents.numel() - 1 > rows:
         found = f"{name} has {documents.numel() - 1} documents, and there is a cache"
-        raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
+        advice = "Pass use_cache=False; with PEFT's prefix tuning, whose prefix is a cache, give each document a row (no packing)"
+        raise ValueError(f"{found}, expected no cache: it has the states of one document a row. {advice}")
 
 
 def bounds_in(seq_idx):
@@ -149,7 +150,8 @@ def _named_bounds(shape, cu_seq_lens_q, cu_seq_lens_k, seq_idx) -> Tuple[Optiona
     index = None
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (rows, tokens):
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected ({rows}, {tokens}): the document of each token")
+            found = f"seq_idx has shape {tuple(seq_idx.shape)}, expected ({rows}, {tokens}): the document of each token"
+            raise ValueError(f"{found}. {PROMPTS}" if seq_idx.shape[-1] < tokens else found)
         index = bounds_in(seq_idx.cpu())
     if cu_seq_lens_q is None:
         return (None if seq_idx is None else "seq_idx"), index

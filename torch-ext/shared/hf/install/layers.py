@@ -164,6 +164,6 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     names += ["output_router_logits"] if family.routed or family.sparse is not None else []
 
     def run(self, given):
-        return causal_lm_forward(self, head=family.head(self.config), **given)
+        return causal_lm_forward(self, family.head(self.config), **given)
 
     return _layer("CausalLM", forward_of([*names, "logits_to_keep"], run))

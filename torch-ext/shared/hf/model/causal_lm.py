@@ -68,7 +68,7 @@ def _like_items(found, num_items):
     return found._replace(loss=loss) if isinstance(found, LinearCrossEntropyOutput) else loss
 
 
-def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+def causal_lm_loss(hidden, weight, bias, labels, /, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
     """transformers' `ForCausalLMLoss`, of what goes into the head instead of what comes out of it; float32 as that is.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: `OPTIONS`, `num_items`, which
@@ -279,7 +279,7 @@ def _say_that_options_are_lost(model, labels) -> None:
     warn_once(f"{', '.join(lost)} of apply(fused_linear_cross_entropy=...) do not reach {where}: {advice}", stacklevel=4)
 
 
-def causal_lm_forward(self, labels=None, head: Optional[Head] = NO_CHANGE, **kwargs):
+def causal_lm_forward(self, head: Optional[Head] = NO_CHANGE, /, labels=None, **kwargs):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
     That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments.

@@ -49,7 +49,7 @@ def _with_documents(model, kwargs, told: bool):
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs
-    if not all(kind in WINDOWS for kind in kinds_of_layers(config)):
+    if not all(kind in WINDOWS for kind in kinds_of_layers(config, kwargs)):
         return kwargs
     documents, bounds = None, [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
     if bounds and not spread and type(bounds[-1]) is not dict:  # by kind of layer: continuous batching's, whose keys are pages

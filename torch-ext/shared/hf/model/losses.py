@@ -18,7 +18,7 @@ from .logits_flow import ComputedInside, Flow, flow_of
 __all__ = ["INSIDE", "Read", "put_losses_on", "read_losses"]
 
 INSIDE = "inside"  # the code of the reason where a causal LM that is held by another one computes its loss
-OURS = {*OPTIONS, "skip_logits", "num_items", "head"}  # arguments that a forward cannot have for itself
+OURS = {*OPTIONS, "skip_logits", "num_items"}  # arguments that a forward cannot have for itself
 Read = Dict[nn.Module, Union[Flow, Reason]]  # by causal LM: what its forward does with its logits, or why its loss needs them
 
 
@@ -64,7 +64,7 @@ def _signature(forward) -> inspect.Signature:
 @functools.lru_cache(maxsize=None)
 def _forward_like(original) -> Callable:
     """The forward that computes the loss without logits, with the arguments of another one."""
-    return forward_for(original, lambda module, given: causal_lm_forward(module, head=None, **given))
+    return forward_for(original, lambda module, given: causal_lm_forward(module, None, **given))
 
 
 def put_losses_on(read: Read) -> int:

@@ -263,7 +263,7 @@ def without_padding(
     weight = given if weight is None else weight
     elsewhere = {weight.device, target.device, *(t.device for t in (mask, positions) if t is not None)} != {device}
     config = decoder.config
-    if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
+    if elsewhere or not kinds_of_layers(config, kwargs) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
     if _may_see_padding(decoder, embedding):
         return kwargs, None

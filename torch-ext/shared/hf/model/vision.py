@@ -40,6 +40,6 @@ def _with_tower(vision: Vision, of_head: Tuple[Optional[str], Optional[str]], sp
         names[names.index("mm_encoder_outputs")] = vision.former
 
     def run(self, given):
-        return causal_lm_forward(self, head=head_of(self.config.text_config, *of_head), **given)
+        return causal_lm_forward(self, head_of(self.config.text_config, *of_head), **given)
 
     return forward_of(names, run, vision.rest if older else "kwargs")
