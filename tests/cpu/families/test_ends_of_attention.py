@@ -71,16 +71,19 @@ def test_results_are_those_of_transformers(bastile, kind, way):
 @pytest.mark.parametrize("kind", ("gemma4_text", "diffllama"))
 def test_half_precision_is_as_exact_as_before(bastile, kind):
     model = _adapted(_model(kind)).bfloat16()
-    exact, before = ([_step(each, seed) for seed in range(24)] for each in (copy.deepcopy(model).float(), model))
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):  # without a scaling, one key takes all, and the gradients of q are rounding
+            parameter.data.mul_(0.1)
+    exact, before = ([_step(each, seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
     bastile.kernelize(model)
     assert _fused(bastile, model) >= {*CALLED[kind]}
-    found = [_step(model, seed) for seed in range(24)]
-    for name in exact[0].gradients:
-        mine, other = (
-            sum(relative_error(one.gradients[name], right.gradients[name]) ** 2 for one, right in zip(steps, exact, strict=True)) ** 0.5
-            for steps in (found, before)
-        )
-        assert mine <= 1.25 * other + 1e-3, (name, mine, other)
+    found = [_step(model, seed) for seed in range(8)]
+    mine, other = (
+        sum(relative_error(one.gradients[name], right.gradients[name]) ** 2
+            for one, right in zip(steps, exact, strict=True) for name in right.gradients) ** 0.5
+        for steps in (found, before)
+    )
+    assert mine <= 1.1 * other, (mine, other)
 
 
 def _attention_of(model):
