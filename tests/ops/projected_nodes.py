@@ -140,14 +140,14 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
 
 
 def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
-                        biases=False, tile=0, tokens=3, alone="", kind_of_norm="", parallel=False):
+                        biases=False, tile=0, tokens=3, alone="", kind_of_norm="", parallel=False, ranks=(0, 5, 3, 4)):
     """frozen: only the adapters of the projection to `down` need gradients. alone: as of `outputs`; kind_of_norm: as of `norm_of`."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(tokens, 1024, dtype=kind, device=CPU)), weight_of(kind_of_norm, kind)
     bias = bias_of(kind_of_norm, kind)
     shapes = [(1024, 64)] * attended + [(inner, 1024)] * (1 if alone else 2) + [(1024, inner)]
-    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
+    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), ranks, biases)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(tokens, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
@@ -178,7 +178,7 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
 
 
 # ---------------------------------------------------------------- planted errors
-TILES = {"tile": 16, "tokens": 35}
+TILES, PLAIN = {"tile": 16, "tokens": 35}, (0,) * 4
 CHECKS = {
     "projected_inputs": check_projected_attention_inputs,
     "projected_inputs_packed": functools.partial(check_projected_attention_inputs, packed=True),
@@ -214,6 +214,8 @@ CHECKS = {
        for name, options in (("", {}), ("layer", {"kind_of_norm": "layer"}), ("again", {"recompute": True}), ("tiles", TILES),
                              ("autocast", {"autocast": True}), ("alone", {"attended": False}))},
     "projected_mlp": check_projected_mlp,
+    "projected_mlp_plain": functools.partial(check_projected_mlp, attended=True, ranks=PLAIN),
+    "projected_mlp_tiles_plain": functools.partial(check_projected_mlp, attended=True, ranks=PLAIN, **TILES),
     **{f"mlp_{name}": functools.partial(check_projected_mlp, attended=True, alone=name) for name in ALONE},
     "mlp_relu2_biases": functools.partial(check_projected_mlp, biases=True, alone="relu2"),
     "mlp_relu2_again": functools.partial(check_projected_mlp, autocast=True, recompute=True, alone="relu2"),
@@ -258,16 +260,16 @@ MUTANTS = [
          ("if bias is not None", "if False")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._products",
          ("_affine(x, self.whole, self._bias", "_affine(-x, self.whole, self._bias", "projected_inputs_packed"),
-         ("self._weight(0).t(), onto)", "self._weight(0).t())", "projected_mlp")),
+         ("self._weight(0).t(), onto)", "self._weight(0).t())", "projected_mlp_plain")),
     *errors_in(PROJECTIONS, "projected_inputs_biases_packed", "Projections._bias", ("return _joined(", "return -_joined(")),
     *errors_in(PROJECTIONS, "projected_inputs_biases", "_column_sum", ("total if", "2 * total if")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._low",
          ("self.a[span].t(), beta=0, alpha=group.scalings[i]", "self.a[span].t(), beta=0"),
          ("beta=0, alpha=scalings.pop()", "beta=0", "projected_mlp_attended")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections.made",
-         ("found.append(self.low)", "found.append(2 * self.low)"),
-         ("found.append(self.a)", "found.append(2 * self.a)"),
-         ("found.append(self.whole)", "found.append(2 * self.whole)", "projected_inputs_autocast"),
+         ("[self.low] if", "[2 * self.low] if"),
+         ("[self.a] if", "[2 * self.a] if"),
+         ("[self.whole] if", "[2 * self.whole] if", "projected_inputs_autocast"),
          ("[b for i, b in", "[2 * b for i, b in")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections.loaded",
          ("new.low = next(left)", "new.low = -next(left)"),
@@ -336,7 +338,7 @@ MUTANTS = [
     *errors_in(STEPS, "projected_inputs", "inputs_backward",
          ("wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm)", "wanted(need.q_norm, dk_norm), wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
-    *errors_in(MLP_STEPS, "projected_mlp", "mlp_finish",
+    *errors_in(MLP_STEPS, "projected_mlp_plain", "mlp_finish",
          ("onto=total, out", "onto=0 * total, out")),
     *errors_in(STEPS, "projected_mlp_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
@@ -369,9 +371,9 @@ MUTANTS = [
          ("dq, dk = _turned(spec, dq, dk, cos, sin, True, outs)", "pass")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_start", ("MLPSaved(total, o,", "MLPSaved(2 * total, o,")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "tiled_finish",
-         ("onto=total[rows]", "onto=0 * total[rows]"),
+         ("onto=total[rows]", "onto=0 * total[rows]", "projected_mlp_tiles_plain"),
          ("groups, y[rows])", "groups, y[: rows.stop - rows.start])"),
-         ("onto=total[rows] if adds else None", "onto=None", "projected_mlp_tiles_packed")),
+         ("onto=total[rows] if adds else None", "onto=None", "projected_mlp_tiles_plain")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "Sums.add", ("total.add_(part)", "pass")),
     *errors_in(MLP_STEPS, "projected_mlp_tiles", "_tiled_backward",
          ("dbranch[rows], always", "dbranch[: rows.stop - rows.start], always"),

@@ -14,7 +14,7 @@ from tests.ops.decoder_nodes import part_of
 from tests.ops.expert_adapters import BOTH, adapted_leaves, arguments_of
 from tests.ops.experts import experts_inputs
 from tests.ops.generated import generated
-from tests.ops.projected_nodes import outputs, projections_of
+from tests.ops.projected_nodes import PLAIN, outputs, projections_of
 from tests.ops.sparse_nodes import leaves_of
 
 HIDDEN, INNER, TOKENS = 1024, 48, 5
@@ -30,12 +30,13 @@ FORMS = {"not reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant
          "selective": {"use_reentrant": False, "context_fn": selective}}  # fmt: skip
 
 
-def _mlp(ops, autocast, parallel=False):
-    """(x, a function of it with the MLP's node, its other leaves). autocast: as of `check_projected_mlp`. parallel: beside attention."""
+def _mlp(ops, autocast, parallel=False, ranks=(0, 5, 3, 4)):
+    """(x, a function of it with the MLP's node, its other leaves). autocast, ranks: as of `check_projected_mlp`. parallel: beside
+    attention."""
     kind = FP32 if autocast else BF16
     norm = leaf(randn(HIDDEN, dtype=kind, device=CPU, seed=1) + 1)
     shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
-    projections, _ = projections_of(ops, [(HIDDEN, HIDDEN)] * parallel + list(shapes), autocast, 0.25)
+    projections, _ = projections_of(ops, [(HIDDEN, HIDDEN)] * parallel + list(shapes), autocast, 0.25, ranks=ranks)
     attended = leaf(randn(TOKENS, HIDDEN, dtype=BF16, device=CPU, seed=2)) if parallel else None
     spec = outputs(ops, 0.5)._replace(parallel=parallel)
 
@@ -89,6 +90,7 @@ def _experts_alone(ops):
 
 CALLS = {
     "MLP": functools.partial(_mlp, autocast=False),
+    "MLP without adapters": functools.partial(_mlp, autocast=False, ranks=PLAIN),
     "MLP in fp32": functools.partial(_mlp, autocast=True),
     "MLP beside attention": functools.partial(_mlp, autocast=False, parallel=True),
     "experts": functools.partial(_experts, shared=False),
@@ -144,7 +146,7 @@ MUTANTS = [
     *generated(_PRODUCTS, "MLP, selective", "accumulate_product", kernels=False, same=SAME),
     *generated(_SPARSE, "adapted experts in tiles, not reentrant", "_finish", same=SAME),
     *generated("shared/ops/experts.py", "experts alone, not reentrant", "_Experts.forward"),
-    *errors_in(_PRODUCTS, "MLP, selective", "write_product", ("if are_watched():", "if False:"), kernels=False),
+    *errors_in(_PRODUCTS, "MLP without adapters, selective", "write_product", ("if are_watched():", "if False:"), kernels=False),
     *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
          ("stream_of(given, saved)", "2 * stream_of(given, saved)"),
          ("groups.o), started[0]", "groups.o), 2 * started[0]", "MLP in fp32, not reentrant"),

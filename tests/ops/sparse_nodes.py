@@ -8,7 +8,7 @@ from tests.ops.common import BF16, FP32, errors_in, exact, leaf, on_cpu, randn
 from tests.ops.decoder_nodes import lay_side_by_side
 from tests.ops.experts import experts_exact
 from tests.ops.generated import generated
-from tests.ops.projected_nodes import projected, projections_of
+from tests.ops.projected_nodes import PLAIN, projected, projections_of
 from tests.ops.rms_norm import rms_norm_exact
 from tests.tolerances import assert_close
 
@@ -58,13 +58,13 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
-                       norms=("before",), multiplier=1.0, tile=0, scoring=None, corrected=False, gated=True):
+                       norms=("before",), multiplier=1.0, tile=0, scoring=None, corrected=False, gated=True, ranks=(0, 5, 3, 4)):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
-    the expert that every token goes to, whose gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms:
-    "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. scoring: of `Scores`;
-    corrected: whether the router has a correction; gated: whether the expert that every token goes to has a score; without, its last
-    projection has biases. In half precision the sizes must leave no choice of experts to rounding."""
+    the expert that every token goes to, whose gate, up and down have adapters of `ranks`; 0 for none. packed: gate and up lie side by
+    side. norms: "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. scoring: of
+    `Scores`; corrected: whether the router has a correction; gated: whether the expert that every token goes to has a score; without, its
+    last projection has biases. In half precision the sizes must leave no choice of experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
     more = [(name, seed) for name, seed in (("after", 21), ("behind", 22)) if name in norms]
@@ -83,7 +83,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
             leaves["score_gate"] = leaf(randn(1, hidden, dtype=dtype, device=device, seed=5, scale=hidden**-0.5))
             exacts["score_gate"] = exact(leaves["score_gate"])
         shapes = [(shared, hidden), (shared, hidden), (hidden, shared)]
-        of_shared, of_shared64 = projections_of(ops, shapes, dtype == FP32, dropout, seed=11, ranks=(0, 5, 3, 4))
+        of_shared, of_shared64 = projections_of(ops, shapes, dtype == FP32, dropout, seed=11, ranks=ranks)
         of_shared, of_shared64 = ([one._replace(adapter_bias=None) if i == 2 and gated else one for i, one in enumerate(each)]
                                   for each in (of_shared, of_shared64))
         if packed:
@@ -150,6 +150,7 @@ def check_shared_expert(ops, device):
     check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "shared"))
     check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "score_gate"))
     check_norm_experts(ops, device, shared=24, frozen=("gate_up", "down", "router", "score_gate", "shared weights"))
+    check_norm_experts(ops, device, shared=24, ranks=PLAIN)
     check_norm_experts(ops, device, tokens=0, shared=24)
 
 
