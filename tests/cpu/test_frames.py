@@ -51,14 +51,14 @@ READ = {  # (changes, what of the layers is fused: the first words of each part)
     ),
     "all that attention returns": (
         [(LAYER, LAYER.replace("return", "return (") + ", _)"), ("**given)\n        return Base", "**given)[0]\n        return Base")],
-        "norm",
+        "norm o_proj",
     ),
     "no other arguments": ([(HANDED, HANDED.replace("\n            **kwargs,", ""))], "norm o_proj"),
     "another name": ([("self.self_attn = Otter", "self.mixing = Otter"), ("self.self_attn(\n", "self.mixing(\n")], "norm o_proj"),
     "an argument with another name": (
         [(CALLED, CALLED + "\n            places=position_ids,"), (INNER, INNER.replace("**", "places=None, **")),
          (ASKED, "position_embeddings=None, position_ids=None, **kwargs")],
-        "norm",
+        "norm o_proj",
     ),
 }  # fmt: skip
 OTHER = "OtterDecoderLayer.forward returns"
