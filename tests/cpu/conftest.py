@@ -205,7 +205,7 @@ moe_folder, loaded_moe, moe = package_fixtures("moe", "packages/moe")
 qwen3_5_folder, loaded_qwen3_5, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
 
 
-@pytest.fixture(scope="module", name="whole")
+@contextlib.contextmanager
 def from_sources():
     """The package that pip installs, from its sources, under a name of its own."""
     name, sources = "bastile_front", REPOSITORY / "torch-ext" / "bastile"
@@ -215,6 +215,12 @@ def from_sources():
     yield package
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         del sys.modules[module]
+
+
+@pytest.fixture(scope="module", name="whole")
+def loaded_from_sources():
+    with from_sources() as package:
+        yield package
 
 
 @pytest.fixture

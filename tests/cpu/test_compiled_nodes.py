@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import compile_checks as checks
+from tests.cpu.conftest import from_sources
 from tests.versions import needs_compiler
 
 pytestmark = needs_compiler
@@ -82,3 +83,14 @@ def test_a_node_is_two_operators_with_the_bits_of_eager_mode(all_operations, nam
     if kind in ("GPT-OSS", "plain"):
         with torch.no_grad():
             assert all(map(torch.equal, run(x), compiled(x)))
+
+
+def test_a_build_that_is_loaded_twice():
+    """Its operators are those of the first loading, as in the second file of a test run that loads the package."""
+    for _ in range(2):
+        with from_sources() as package:
+            run, _ = mixer(package, "plain")
+            _, compiled = checks.operators_of(package, run)
+            x = new(2, 3, HIDDEN)
+            found = [torch.autograd.grad(sum(result.square().sum() for result in function(x)), x) for function in (run, compiled)]
+            assert torch.equal(*map(torch.cat, found))

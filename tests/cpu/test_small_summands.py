@@ -15,7 +15,8 @@ SMALL = 0.1  # beside a stream of 64 to 128, whose neighbours in bf16 are 0.5 ap
 @pytest.mark.parametrize("tile", (0, 1024))
 @pytest.mark.parametrize("what", ("bias", "adapter", "adapter's bias"))
 def test_on_average_the_sum_is_exact(bastile, what, tile):
-    nodes, projection, spec = (importlib.import_module(f"bastile.shared.decoder.{name}") for name in ("nodes", "projection", "spec"))
+    decoder = f"{bastile.__name__}.shared.decoder"
+    nodes, projection, spec = (importlib.import_module(f"{decoder}.{name}") for name in ("nodes", "projection", "spec"))
     x = randn(TOKENS, HIDDEN, dtype=torch.float32, device="cpu")
     x = (x.clamp(-1, 1) * 60 + x.sign() * 66).to(BF16)
     gate, up, down = (randn(*shape, dtype=BF16, device="cpu", seed=i, scale=HIDDEN**-0.5)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 
 from ..ops.autograd import once_differentiable
-from ..ops.operators import constant_when_traced, operator_of
+from ..ops.operators import as_first_loaded, constant_when_traced, operator_of
 from .projection import NodeLayout, need_traceable, projection_of, told_of
 from .spec import constants_of, spec_of
 
@@ -98,14 +98,13 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
 
     operator, operator_gradients = operator_of(of.name, run, fake), operator_of(f"{of.name}_backward", run_gradients, fake_gradients)
 
-    # A tracer calls these after the operator, whose fake function has run then.
-    count_of = constant_when_traced(lambda text: form_of(text).count)
-    start_of = constant_when_traced(lambda text: first_saved(form_of(text)))
-
-    @constant_when_traced
     def backward_text(text, needs):
         form = form_of(text)
         return json.dumps([text, needs, form.count, form.saved[1], form.order])
+
+    # A tracer calls these after the operator, whose fake function has told a form of the same loading what they read.
+    known_of_text = (lambda text: form_of(text).count), (lambda text: first_saved(form_of(text))), backward_text
+    count_of, start_of, backward_text = map(constant_when_traced, as_first_loaded(f"{of.name}_text", known_of_text))
 
     def results_of(found, text, x):
         results = of.results(found[: count_of(text)])
