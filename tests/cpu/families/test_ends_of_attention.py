@@ -2,11 +2,10 @@
 
 import copy
 import functools
+import importlib
 
 import pytest
 import torch
-from bastile.shared.hf.family.around import around_of
-from bastile.shared.hf.install.recognised import read_of
 from torch import nn
 
 from tests.any_model import VOCABULARY, shrink
@@ -86,6 +85,12 @@ def test_half_precision_is_as_exact_as_before(bastile, kind):
     assert mine <= 1.1 * other, (mine, other)
 
 
+def _of(package, name):
+    """A function of the package that a test has loaded. name: of its file and function."""
+    file, function = name.rsplit(".", 1)
+    return getattr(importlib.import_module(f"{package.__name__}.shared.hf.{file}"), function)
+
+
 def _attention_of(model):
     return next(module for name, module in model.named_modules() if name.endswith("layers.1.self_attn"))
 
@@ -140,7 +145,7 @@ def test_products_that_nobody_reads_are_made_once(bastile):
     model = _model("gemma4_text")
     bastile.kernelize(model)
     layer = model.model.layers[1]
-    row = read_of(layer)
+    row = _of(bastile, "install.recognised.read_of")(layer)
     row.around = row.around._replace(inputs=(*row.around.inputs, "spare"))
     layer.self_attn.spare = nn.Linear(64, 8, bias=False)
     _step(model)
@@ -253,8 +258,8 @@ class ProjectsTwice(Base):
 
 
 @pytest.mark.parametrize("cls, inputs", [(Named, ("q_proj", "k_proj")), (WithMethod, ("q_proj",))])
-def test_ends_are_read(cls, inputs):
-    assert around_of([cls()], "x")[:2] == (inputs, "o_proj")
+def test_ends_are_read(bastile, cls, inputs):
+    assert _of(bastile, "family.around.around_of")([cls()], "x")[:2] == (inputs, "o_proj")
 
 
 @pytest.mark.parametrize(
@@ -262,5 +267,5 @@ def test_ends_are_read(cls, inputs):
     (Plain, ReadsTheInput, NormalisesTheInput, WritesTheInput, DoesMore, DoesMoreInPlace, ReturnsTwice, Keeps, ReadsAWeight, MethodKeeps,
      MethodProjects, ProjectsTwice),
 )  # fmt: skip
-def test_other_texts_have_no_ends(cls):
-    assert around_of([cls()], "x") is None
+def test_other_texts_have_no_ends(bastile, cls):
+    assert _of(bastile, "family.around.around_of")([cls()], "x") is None

@@ -178,8 +178,8 @@ class Projections:
 
     @property
     def is_one_product(self) -> bool:
-        """Whether a result is one product, which may be added to the stream as it is made: a bias or an adapter's product on top of a sum
-        would be lost in every row where it is below the last place of that."""
+        """Whether a result is a single product, which can be added to the stream as it is computed. A bias or an adapter's product that is
+        added to the rounded sum is lost wherever it is below the sum's last place."""
         return not (self.eight or self.group.spans or self.group.biased)
 
     def begin(self, x: Operand, dense: Optional[torch.Tensor] = None) -> None:

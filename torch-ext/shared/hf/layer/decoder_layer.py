@@ -126,14 +126,12 @@ class FusedLayer(OwnForwards):
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
         """Runs attention on x, from the norm in front of it to the input of its output projection."""
-        norm = self.family.norms.inputs
-        normed = self.normed(layer, norm, x) if self.calls_attention or norm in self.family.called else None
-        attention = _parts(layer)[self.family.attention]
+        norm, attention = self.family.norms.inputs, _parts(layer)[self.family.attention]
         if self.calls_attention:
             warn_of_called_attention(layer)
             given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
-            attended, *others = self.call_attention(attention, normed, given)
-            return Mixed(attended, None, x, normed, tuple(others))
+            return self.mix_by_call(layer, attention, x, given)
+        normed = self.normed(layer, norm, x) if norm in self.family.called else None
         q, k, v, residual = _attention_inputs(self, layer, x if normed is None else normed, position_embeddings)
         if self.family.position_scale:
             q = _scaled_by_position(self, attention, q, kwargs.get("position_ids"))
@@ -143,6 +141,12 @@ class FusedLayer(OwnForwards):
         else:
             attended = attend(self, attention, q, k, v, attention_mask, cache, kwargs)
         return Mixed(attended, _parts(attention)[self.family.output], residual if normed is None else x, normed)
+
+    def mix_by_call(self, layer, attention, x, given: Dict[str, Any]) -> Mixed:
+        """Calls attention as a module, after the norm in front of it. given: as of `call_attention`."""
+        normed = self.normed(layer, self.family.norms.inputs, x)
+        attended, *others = self.call_attention(attention, normed, given)
+        return Mixed(attended, None, x, normed, tuple(others))
 
     def call_attention(self, attention, normed, given: Dict[str, Any]) -> Tuple[Any, ...]:
         """Calls attention as the module that it is. given: what the layer has, by its own names. Returns the results."""

@@ -22,7 +22,6 @@ from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups, original_forward_of
 from ..parts.modules import is_marked, original_forward, own_forward, without_decorators
 from ..parts.weights import weight_of
-from .checkpointing import warn_of_called_attention
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE, Groups
 
@@ -35,8 +34,8 @@ GIVEN = "attention_mask", CACHE, "position_embeddings"  # None where a layer was
 
 
 class _Made:
-    """Stands for a linear layer of attention whose product is there already. given: what stands for its input, whose numbers nobody
-    reads."""
+    """Takes the place of one of attention's linear layers, whose product has been computed. given: the placeholder for its input, whose
+    values are never read."""
 
     def __init__(self, given: torch.Tensor, product: torch.Tensor):
         self.given, self.product, self.is_read = given, product, False
@@ -53,7 +52,8 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Ends(NamedTuple):
-    """Both ends of an attention. inputs: the projections of its input that it has, by name; output: the last one. forward: that runs."""
+    """The linear layers at both ends of an attention. inputs: its input projections, by name; output: its last projection. forward: the
+    forward that a call of it runs."""
 
     inputs: Dict[str, nn.Module]
     output: nn.Module
@@ -101,29 +101,30 @@ class RecognisedLayer(FusedLayer):
         return Reason("called", self.called[name])
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
-        """As of `FusedLayer`; attention is told what the layer's own forward tells it. One that is called reads products that a node has
-        made, with the norm, and leaves its last product to the node after it, where these are known (`Around`)."""
+        """As of `FusedLayer`; attention is told what the layer's own forward tells it."""
         if not self.calls_attention:
             kwargs = self._handed_on(kwargs)
+        return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
+
+    def mix_by_call(self, layer, attention, x, given: Dict[str, Any]) -> Mixed:
+        """Extends `FusedLayer.mix_by_call`: where the linear layers at both ends of attention are known, one node computes the norm and the
+        input projections, and the last projection is left to the node that follows attention."""
         ends = self.ends(layer, x)
         found = None if ends is None else projections(ends.inputs.values(), x.dtype, autocasts(x.device))
         if ends is None or found is None:
-            return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)
-        warn_of_called_attention(layer)
+            return super().mix_by_call(layer, attention, x, given)
         norm = self.fused_norm(layer, self.family.norms.inputs)
         *products, residual = norm_projections(x.contiguous(), weight_of(norm), found, self.norm(self.eps(norm)), x.dtype)
         made = {name: _Made(residual, product) for name, product in zip(ends.inputs, products)}
-        attention, output = layer._modules[self.family.attention], self.around.output  # type: ignore[union-attr]
-        between = object.__new__(type(attention))  # with all that attention has but the linear layers at its ends
-        vars(between).update(vars(attention), _modules={**attention._modules, **made, output: _as_it_is})
-        given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
+        between = object.__new__(type(attention))  # a copy of attention without the linear layers at its ends
+        vars(between).update(vars(attention), _modules={**attention._modules, **made, self.around.output: _as_it_is})  # type: ignore[union-attr]
         attended, *others = self.call_attention(functools.partial(ends.forward, between), residual, given)
         if not all(each.is_read for each in made.values()):
-            self.around = None  # from the next pass on: a weight that nothing reads gets no gradient, rather than zeros
+            self.around = None  # from the next pass on: a weight that is not used gets no gradient, rather than zeros
         return Mixed(attended.reshape(-1, attended.shape[-1]), ends.output, residual, None, tuple(others))
 
     def ends(self, layer, x) -> Optional[_Ends]:
-        """The ends of an attention that is called, where nodes may make their products for an input x of the layer; None elsewhere."""
+        """Returns the linear layers at both ends of a called attention if nodes can compute them for the layer's input x, else None."""
         if self.around is None or self.family.centred or torch.compiler.is_compiling() or x.dtype != product_dtype(x):
             return None
         attention = layer._modules[self.family.attention]
@@ -134,7 +135,7 @@ class RecognisedLayer(FusedLayer):
         return _Ends(inputs, output, forward) if runs and inputs and output is not None and norm is not None else None
 
     def projection_groups(self, layer, x) -> Groups:
-        """As of `FusedLayer`, with the ends of an attention that is called."""
+        """Extends `FusedLayer.projection_groups` by the linear layers at both ends of a called attention."""
         ends = self.ends(layer, x)
         if ends is None:
             return super().projection_groups(layer, x)
