@@ -57,8 +57,9 @@ def check_mlp(spec: tuple, tensors: OutputTensors, projections: Sequence[Project
     for name, weight in (("before", before), ("after", after), ("behind", behind)):
         check_stream(x, weight, name, dtype)
     _check_bias(x, "before_bias", before_bias, spec.outputs.before, before)  # type: ignore[attr-defined]
-    if after is not None and spec.outputs.parallel:  # type: ignore[attr-defined]
-        fail("after", describe(after), "None, for the MLP is beside attention")
+    for name, weight in (("after", after), ("behind", behind)):
+        if weight is not None and spec.outputs.parallel:  # type: ignore[attr-defined]
+            fail(name, describe(weight), "None, for the MLP is beside attention")
     has_o = attended is not None
     gated = spec.outputs.gated  # type: ignore[attr-defined]
     if len(projections) - has_o not in ((2, 3) if gated else (2,)):

@@ -13,6 +13,7 @@ import torch
 
 from ..ops.autograd import always
 from ..ops.quantised import Operand
+from ..ops.second_run import are_watched
 from ..ops.swiglu import are_few
 from .activation import gated_backward_in_place, gated_backward_quantised, gated_forward, gated_quantised
 from .norms import norm_add_forward, norm_backward, norm_forward, normed_again
@@ -24,18 +25,18 @@ from .steps import (
     JoinedGradients,
     Optionals,
     OutputTensors,
+    branch_beside,
     join_backward,
     join_forward,
     need_join,
     needs_any,
     scaled,
     wanted,
-    with_branch,
 )
 
 __all__ = [
     "MLPSaved", "OutputGroups", "Sums", "add_branch", "add_branch_backward", "gate_and_up", "mlp_backward", "mlp_finish", "mlp_forward",
-    "mlp_start", "tiled_finish", "tiled_forward", "tiled_start", "tiles_of",
+    "mlp_start", "tiles_of",
 ]  # fmt: skip
 
 
@@ -86,13 +87,19 @@ def begin_down(spec: Outputs, down: Projections, gate: torch.Tensor, up: Optiona
     return eight.codes
 
 
-def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
-    """The input of the MLP's last product, begun, and what is saved, without the branch.
+def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None,
+              tile: int = 0) -> Tuple[torch.Tensor, MLPSaved]:
+    """Returns the input of the MLP's last product, begun, or in tiles that of gate and up, and what is saved, without the branch.
 
-    both: [tokens, gate's and up's rows], where these products go.
+    both: [tokens, gate's and up's rows], where these products go. tile: of tokens, 0 for all at once.
     """
     inner = groups.inner
     total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
+    if tile:
+        for group in (inner, groups.down):
+            if group.group.spans:  # the backward pass makes it again, a tile at a time
+                group.low = y.new_empty((0, group.group.rank))
+        return y, MLPSaved(total, o, rstd, o_rstd, None, None, None, None)
     gate, up = gate_and_up(inner.forward(y, are_few(total.shape[0]), out=both), spec.gated)
     del y
     return begin_down(spec, groups.down, gate, up), MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
@@ -130,26 +137,40 @@ def add_branch_backward(
     return dbranch, wanted(need, dbehind)
 
 
-def mlp_finish(
-    spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, hidden: torch.Tensor, down: Projections
-) -> Tuple[torch.Tensor, Optionals, Optionals]:
-    """The result, and `branch` and `branch_rstd` of `MLPSaved`.
+def mlp_finish(spec: Outputs, tensors: OutputTensors, total: torch.Tensor, groups: OutputGroups, first: torch.Tensor,
+               tile: int = 0) -> Tuple[torch.Tensor, Optionals, Optionals]:
+    """Returns the result, and `branch` and `branch_rstd` of `MLPSaved`. total: the residual stream, [tokens, hidden]; first: of
+    `mlp_start`, which has begun the last product."""
+    down, beside = groups.down, branch_beside(spec, tensors.attended, groups.o)
 
-    shape: of the result; behind: the weight of the branch's norm; total: of `with_branch`; hidden: of `mlp_start`; down: begun.
-    """
-    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype and down.is_one_product:
-        out = torch.empty(shape, dtype=total.dtype, device=total.device)
-        down.again(hidden, onto=total, out=out.view(total.shape))
-        return out, None, None
-    (branch,) = down.again(hidden)
-    return add_branch(spec, shape, behind, total, branch)
+    def multiply(onto: Optionals = None, out: Optionals = None) -> torch.Tensor:
+        """The last product, added to `onto` and written to `out` where they are given."""
+        if not tile:
+            return down.again(first, onto=onto, out=out)[0]
+        found = torch.empty(total.shape, dtype=down.group.dtype, device=total.device) if out is None else out
+        for rows in tiles_of(total.shape[0], tile):
+            mine, _, _, hidden = _hidden_of(spec, groups, first[rows])
+            mine.down.again(hidden, onto=None if onto is None else onto[rows], out=found[rows])
+        return found
+
+    one = tensors.behind is None and down.is_one_product
+    if one and beside is None and spec.multiplier == 1 and total.dtype == down.group.dtype:
+        result = torch.empty(tensors.x.shape, dtype=total.dtype, device=total.device)
+        multiply(total, result.view(total.shape))
+        return result, None, None
+    if one and beside is not None:
+        branch = multiply(beside, torch.empty_like(beside) if are_watched() else beside)
+    else:
+        branch = multiply()
+        branch = branch if beside is None else branch + beside
+    return add_branch(spec, tensors.x.shape, tensors.behind, total, branch)
 
 
-def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
-    """The result and what is saved. both: as of `mlp_start`."""
-    hidden, saved = mlp_start(spec, tensors, groups, both)
-    total = with_branch(spec, saved.total, tensors.attended, groups.o)
-    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, total, hidden, groups.down)
+def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None,
+                tile: int = 0) -> Tuple[torch.Tensor, MLPSaved]:
+    """Returns the result and what is saved. both, tile: as of `mlp_start`."""
+    first, saved = mlp_start(spec, tensors, groups, both, tile)
+    out, branch, branch_rstd = mlp_finish(spec, tensors, saved.total, groups, first, tile)
     return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
@@ -164,36 +185,6 @@ def _hidden_of(spec: Outputs, groups: OutputGroups, y: torch.Tensor) -> Tuple[Ou
     groups = groups._replace(inner=copy.copy(groups.inner), down=copy.copy(groups.down))
     gate, up = gate_and_up(groups.inner.forward(y, are_few(y.shape[0])), spec.gated)
     return groups, gate, up, begin_down(spec, groups.down, gate, up)
-
-
-def tiled_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups) -> Tuple[torch.Tensor, MLPSaved]:
-    """The input of gate and up, and what is saved, without the branch."""
-    total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, groups.inner.group.dtype)
-    for group in (groups.inner, groups.down):
-        if group.group.spans:  # the backward pass makes it again, a tile at a time
-            group.low = y.new_empty((0, group.group.rank))
-    return y, MLPSaved(total, o, rstd, o_rstd, None, None, None, None)
-
-
-def tiled_finish(
-    spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, y: torch.Tensor, groups: OutputGroups, tile: int
-) -> Tuple[torch.Tensor, Optionals, Optionals]:
-    """Computes what `mlp_finish` does from the y that `tiled_start` returned, `tile` tokens at a time."""
-    adds = behind is None and spec.multiplier == 1 and total.dtype == groups.down.group.dtype and groups.down.is_one_product
-    found = torch.empty(shape if adds else total.shape, dtype=groups.down.group.dtype, device=total.device)
-    flat = found.view(total.shape)
-    for rows in tiles_of(total.shape[0], tile):
-        mine, _, _, hidden = _hidden_of(spec, groups, y[rows])
-        mine.down.again(hidden, onto=total[rows] if adds else None, out=flat[rows])
-    return (found, None, None) if adds else add_branch(spec, shape, behind, total, found)
-
-
-def tiled_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, tile: int) -> Tuple[torch.Tensor, MLPSaved]:
-    """The result and what is saved."""
-    y, saved = tiled_start(spec, tensors, groups)
-    total = with_branch(spec, saved.total, tensors.attended, groups.o)
-    out, branch, branch_rstd = tiled_finish(spec, tensors.x.shape, tensors.behind, total, y, groups, tile)
-    return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
 class Sums:

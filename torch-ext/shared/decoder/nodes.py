@@ -22,16 +22,13 @@ from .mlp_steps import (
     mlp_finish,
     mlp_forward,
     mlp_start,
-    tiled_finish,
-    tiled_forward,
-    tiled_start,
 )
 from .node import Given, Gradients, Node
 from .norms import norm_reference
 from .projection import Group, Projection, flat_parts, needs_in_parts, projection_reference
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs, is_there
-from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped, with_branch
+from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, in_heads, inputs_backward, inputs_forward, shaped
 
 __all__ = [
     "AFTER_ATTENTION", "TILE_OF", "add_branch_reference", "groups_of", "named", "norm_attention_inputs", "norm_mlp", "product_dtype",
@@ -229,12 +226,8 @@ def _mlp(given: Given, finish: bool = True) -> Tuple[list, MLPSaved]:
     copies, tile, spec = Copies(), _tile_of(given), given.layout.spec.outputs
     found = of_second_half(groups_of(given), given.whole, copies)
     copies.make()
-    groups, both = named(given, found), None
-    if tile:
-        first, saved = tiled_forward(spec, given.tensors, groups, tile) if finish else tiled_start(spec, given.tensors, groups)
-    else:
-        both = _side_by_side(given, given.tensors.x, found[-2].group)
-        first, saved = (mlp_forward if finish else mlp_start)(spec, given.tensors, groups, both)
+    groups, both = named(given, found), None if tile else _side_by_side(given, given.tensors.x, found[-2].group)
+    first, saved = (mlp_forward if finish else mlp_start)(spec, given.tensors, groups, both, tile)
     return [first], _saved(given, saved, found, both)
 
 
@@ -245,11 +238,7 @@ def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
     """Computes the result from the last product's input, or in tiles from that of gate and up."""
     groups, tile = named(given, of_second_half_loaded(groups_of(given), saved.made, given.whole)), _tile_of(given)
-    spec, tensors = given.layout.spec.outputs, given.tensors
-    known = spec, tensors.x.shape, None, with_branch(spec, stream_of(given, saved), tensors.attended, groups.o), started[0]
-    if tile:
-        return tiled_finish(*known, groups, tile)[0]
-    return mlp_finish(*known, groups.down)[0]
+    return mlp_finish(given.layout.spec.outputs, given.tensors, stream_of(given, saved), groups, started[0], tile)[0]
 
 
 def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:

@@ -19,9 +19,8 @@ from .projections import NormedInput, NormedInputGradients, Projections, normed_
 from .spec import Inputs, Outputs, is_there
 
 __all__ = [
-    "InputSaved", "InputTensors", "Joined", "JoinedGradients", "Optionals", "OutputTensors", "flat_heads", "in_heads", "inputs_backward",
-    "inputs_forward", "join_backward", "join_forward", "need_join", "needs_any", "scaled", "shaped", "wanted",
-    "with_branch",
+    "InputSaved", "InputTensors", "Joined", "JoinedGradients", "Optionals", "OutputTensors", "branch_beside", "flat_heads", "in_heads",
+    "inputs_backward", "inputs_forward", "join_backward", "join_forward", "need_join", "needs_any", "scaled", "shaped", "wanted",
 ]  # fmt: skip
 
 Optionals = Optional[torch.Tensor]
@@ -178,7 +177,7 @@ def scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
 
 def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections], dtype: torch.dtype) -> Joined:
     """Attention's branch, added to the residual stream, and the norm of the sum. Of an MLP beside attention that branch only begins
-    (`with_branch`), and the norm is of the stream itself. dtype: of the products."""
+    (`branch_beside`), and the norm is of the stream itself. dtype: of the products."""
     x, norm, bias = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before, tensors.before_bias
     branch = kept = o_rstd = rstd = None
     normed = is_there(spec.before, norm)
@@ -206,13 +205,12 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     return Joined(total, y, kept, rstd, o_rstd)
 
 
-def with_branch(spec: Outputs, total: torch.Tensor, attended: Optionals, o: Optional[Projections]) -> torch.Tensor:
-    """The residual stream that the MLP's branch is added to. total: from `join_forward`. Where the MLP is beside attention, attention's
-    branch is added to it here, since only the result reads that sum."""
+def branch_beside(spec: Outputs, attended: Optionals, o: Optional[Projections]) -> Optionals:
+    """Returns attention's branch of an MLP beside attention, which `join_forward` began, and None of any other MLP. Both branches are added
+    before they are added to the stream: their sum is small, and rounds less than the stream's."""
     if not spec.parallel or o is None or attended is None:
-        return total
-    (branch,) = o.again(flat_heads(attended))
-    return torch.add(total, branch, alpha=spec.multiplier)
+        return None
+    return o.again(flat_heads(attended))[0]
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
