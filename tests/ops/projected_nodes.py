@@ -212,7 +212,8 @@ CHECKS = {
     "mlp behind layer, tiles": functools.partial(check_projected_mlp, kind_of_norm="layer", attended=True, **TILES),
     **{f"mlp beside attention, {name}": functools.partial(check_projected_mlp, parallel=True, **{"attended": True, **options})
        for name, options in (("", {}), ("layer", {"kind_of_norm": "layer"}), ("again", {"recompute": True}), ("tiles", TILES),
-                             ("plain", {"ranks": PLAIN}), ("plain tiles", {"ranks": PLAIN, **TILES}), ("autocast", {"autocast": True}), ("alone", {"attended": False}))},
+                             ("plain", {"ranks": PLAIN}), ("plain tiles", {"ranks": PLAIN, **TILES}), ("autocast", {"autocast": True}),
+                             ("alone", {"attended": False}))},
     "projected_mlp": check_projected_mlp,
     "projected_mlp_plain": functools.partial(check_projected_mlp, attended=True, ranks=PLAIN),
     "projected_mlp_tiles_plain": functools.partial(check_projected_mlp, attended=True, ranks=PLAIN, **TILES),
