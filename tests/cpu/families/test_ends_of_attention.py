@@ -18,6 +18,8 @@ CALLED = {
     "gemma4_text": ("norm, q_proj, k_proj, v_proj", "o_proj"),
     "deepseek_v3": ("norm, q_a_proj, kv_a_proj_with_mqa", "o_proj"),
     "diffllama": ("norm, q_proj, k_proj, v_proj", "o_proj"),
+    "gpt_neox": ("norm, query_key_value", "dense"),
+    "persimmon": ("norm, query_key_value", "dense"),
     "shared keys and values": ("norm, q_proj", "o_proj"),
 }
 WAYS = "plain", "adapters", "adapters that drop", "checkpointed", "packed"
@@ -67,7 +69,7 @@ def test_results_are_those_of_transformers(bastile, kind, way):
     check_same([_step(model, **inputs)], [expected], 1e-4)  # Gemma 4 scales no scores: transformers' own fp32 errs by 9e-6
 
 
-@pytest.mark.parametrize("kind", ("gemma4_text", "diffllama"))
+@pytest.mark.parametrize("kind", ("gemma4_text", "diffllama", "gpt_neox"))
 def test_half_precision_is_as_exact_as_before(bastile, kind):
     model = _adapted(_model(kind)).bfloat16()
     for name, parameter in model.named_parameters():

@@ -12,7 +12,9 @@ from .projection import Projection, check_projection
 from .spec import Inputs, Norm
 from .steps import InputTensors, OutputTensors
 
-__all__ = ["check_attended", "check_expert_adapter", "check_inputs", "check_like", "check_mlp", "check_stream", "split_groups"]
+__all__ = [
+    "check_attended", "check_bias", "check_expert_adapter", "check_inputs", "check_like", "check_mlp", "check_stream", "split_groups",
+]  # fmt: skip
 
 
 def split_groups(projections: Sequence, has_o: bool) -> list:
@@ -30,7 +32,7 @@ def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Proj
     if len(projections) != (3 if spec.rows is None else 1):
         fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
     check_stream(x, norm, "norm_weight", dtype)
-    _check_bias(x, "norm_bias", norm_bias, spec.norm, norm)
+    check_bias(x, "norm_bias", norm_bias, spec.norm, norm)
     for i, projection in enumerate(projections):
         check_projection(f"projections[{i}]", projection, spec.rows and sum(spec.rows), x.shape[-1], dtype, x.device)
         if spec.rows is None and projection.weight.shape[0] % head_dim:
@@ -56,7 +58,7 @@ def check_mlp(spec: tuple, tensors: OutputTensors, projections: Sequence[Project
     x, attended, after, before, behind, before_bias = tensors
     for name, weight in (("before", before), ("after", after), ("behind", behind)):
         check_stream(x, weight, name, dtype)
-    _check_bias(x, "before_bias", before_bias, spec.outputs.before, before)  # type: ignore[attr-defined]
+    check_bias(x, "before_bias", before_bias, spec.outputs.before, before)  # type: ignore[attr-defined]
     for name, weight in (("after", after), ("behind", behind)):
         if weight is not None and spec.outputs.parallel:  # type: ignore[attr-defined]
             fail(name, describe(weight), "None, for the MLP is beside attention")
@@ -102,7 +104,7 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     check_like(x, name, norm, tuple(x.shape[-1:]))
 
 
-def _check_bias(x: torch.Tensor, name: str, bias: Optional[torch.Tensor], norm: Norm, weight: Optional[torch.Tensor]) -> None:
+def check_bias(x: torch.Tensor, name: str, bias: Optional[torch.Tensor], norm: Norm, weight: Optional[torch.Tensor]) -> None:
     """Raises ValueError for a norm's bias, unless it is None, that does not fit, or whose norm is no LayerNorm."""
     check_like(x, name, bias, tuple(x.shape[-1:]))
     if bias is not None and (weight is None or not norm.centred):

@@ -21,7 +21,7 @@ from ..parts.explanation import Reason
 from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups, original_forward_of
 from ..parts.modules import is_marked, original_forward, own_forward, without_decorators
-from ..parts.weights import weight_of
+from ..parts.weights import bias_of, weight_of
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE, Groups
 
@@ -114,7 +114,8 @@ class RecognisedLayer(FusedLayer):
         if ends is None or found is None:
             return super().mix_by_call(layer, attention, x, given)
         norm = self.fused_norm(layer, self.family.norms.inputs)
-        *products, residual = norm_projections(x.contiguous(), weight_of(norm), found, self.norm(self.eps(norm)), x.dtype)
+        spec, bias = self.norm(self.eps(norm)), bias_of(norm)
+        *products, residual = norm_projections(x.contiguous(), weight_of(norm), found, spec, x.dtype, bias)
         made = {name: _Made(residual, product) for name, product in zip(ends.inputs, products)}
         between = object.__new__(type(attention))  # a copy of attention without the linear layers at its ends
         vars(between).update(vars(attention), _modules={**attention._modules, **made, self.around.output: _as_it_is})  # type: ignore[union-attr]
@@ -125,7 +126,7 @@ class RecognisedLayer(FusedLayer):
 
     def ends(self, layer, x) -> Optional[_Ends]:
         """Returns the linear layers at both ends of a called attention if nodes can compute them for the layer's input x, else None."""
-        if self.around is None or self.family.centred or torch.compiler.is_compiling() or x.dtype != product_dtype(x):
+        if self.around is None or torch.compiler.is_compiling() or x.dtype != product_dtype(x):
             return None
         attention = layer._modules[self.family.attention]
         inner, forward = attention._modules, own_forward(attention)
