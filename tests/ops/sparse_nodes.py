@@ -49,8 +49,9 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
     scores, expert = chosen_exact(y @ router.t(), top_k, normalised, correction, **(kind or {}))
     branch = experts_exact(y, expert, scores, gate_up, down)
     if shared is not None:
-        score_gate, (gate, up, last) = shared
-        gated = torch.nn.functional.silu(projected(y, gate)) * projected(y, up)
+        score_gate, (*inner, last) = shared
+        gate, up = torch.cat([projected(y, each) for each in inner], -1).chunk(2, -1)
+        gated = torch.nn.functional.silu(gate) * up
         score = 1 if score_gate is None else torch.sigmoid(y @ score_gate.t())
         branch = branch + score * projected(gated, last)
     return x + multiplier * (branch if behind is None else rms_norm_exact(branch, behind, BEHIND))
@@ -58,13 +59,15 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
                        hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
-                       norms=("before",), multiplier=1.0, tile=0, scoring=None, corrected=False, gated=True, ranks=(0, 5, 3, 4)):
+                       norms=("before",), multiplier=1.0, tile=0, scoring=None, corrected=False, gated=True, ranks=(0, 5, 3, 4),
+                       joined=False):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert, "shared weights" for these without adapters. again: a second backward pass. shared: width of
     the expert that every token goes to, whose gate, up and down have adapters of `ranks`; 0 for none. packed: gate and up lie side by
     side. norms: "before", "after" and "behind", those that there are; multiplier: of both branches; tile: of `norm_experts`. scoring: of
     `Scores`; corrected: whether the router has a correction; gated: whether the expert that every token goes to has a score; without, its
-    last projection has biases. In half precision the sizes must leave no choice of experts to rounding."""
+    last projection has biases; joined: whether its gate and up are one projection. In half precision the sizes must leave no choice of
+    experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
     more = [(name, seed) for name, seed in (("after", 21), ("behind", 22)) if name in norms]
@@ -82,9 +85,10 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         if gated:
             leaves["score_gate"] = leaf(randn(1, hidden, dtype=dtype, device=device, seed=5, scale=hidden**-0.5))
             exacts["score_gate"] = exact(leaves["score_gate"])
-        shapes = [(shared, hidden), (shared, hidden), (hidden, shared)]
+        shapes = [(2 * shared, hidden)] if joined else [(shared, hidden), (shared, hidden)]
+        shapes.append((hidden, shared))
         of_shared, of_shared64 = projections_of(ops, shapes, dtype == FP32, dropout, seed=11, ranks=ranks)
-        of_shared, of_shared64 = ([one._replace(adapter_bias=None) if i == 2 and gated else one for i, one in enumerate(each)]
+        of_shared, of_shared64 = ([one._replace(adapter_bias=None) if one is each[-1] and gated else one for one in each]
                                   for each in (of_shared, of_shared64))
         if packed:
             lay_side_by_side(ops, [one.weight for one in of_shared[:2]])
@@ -175,6 +179,8 @@ def check_expert_without_a_score(ops, device):
     check_norm_experts(ops, device, shared=40, gated=False, scoring=DEEPSEEK, corrected=True, attended=True)
     check_norm_experts(ops, device, BF16, top_k=6, shared=24, gated=False)
     check_norm_experts(ops, device, shared=24, gated=False, recompute=True, again=True, packed=True)
+    check_norm_experts(ops, device, shared=24, gated=False, joined=True, attended=True, multiplier=0.5)
+    check_norm_experts(ops, device, shared=24, joined=True, recompute=True, ranks=(5, 3, 4))
     check_norm_experts(ops, device, shared=24, gated=False, frozen=("shared",), norms=("before", "behind"), multiplier=0.22)
     check_norm_experts(ops, device, shared=24, gated=False, frozen=("x", "norm_weight", "gate_up", "down", "router"))
     check_norm_experts(ops, device, shared=24, gated=False, frozen=("gate_up", "down", "router", "shared weights"))

@@ -30,8 +30,8 @@ SILU = Gate(interleaved=False, alpha=0.0, limit=float("inf"))
 
 
 class SharedExpert(NamedTuple):
-    """gate: [1, hidden], of the score, or None for no score. projections: to gate, up and down, with a score the last one without
-    biases."""
+    """gate: [1, hidden], of the score, or None for no score. projections: to gate, up and down, or to both and down, with a score the last
+    one without biases."""
 
     gate: Optional[torch.Tensor]
     projections: Sequence[Projection]
@@ -62,9 +62,9 @@ class SharedGradients(NamedTuple):
 
 def shared_reference(y: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
     """Returns the expert's output for y [tokens, hidden], multiplied by its score; in PyTorch, which can differentiate it."""
-    gate, up, down = shared.projections
-    gated = gated_reference(projection_reference(y, gate), projection_reference(y, up), "silu")
-    result = projection_reference(gated, down)
+    *inner, down = shared.projections
+    gate, up = torch.cat([projection_reference(y, each) for each in inner], -1).chunk(2, -1)
+    result = projection_reference(gated_reference(gate, up, "silu"), down)
     return result if shared.gate is None else torch.sigmoid(linear(y, shared.gate)) * result
 
 
@@ -132,13 +132,14 @@ def check_shared(x: torch.Tensor, shared: SharedExpert) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit, or the last projection has a bias, which a score would not reach."""
     hidden = x.shape[-1]
     check_like(x, "shared.gate", shared.gate, (1, hidden))
-    if len(shared.projections) != 3:
-        fail("shared.projections", f"{len(shared.projections)} of them", "gate, up and down")
-    gate, up, down = shared.projections
-    width = sum(gate.weight.shape[:1])
-    check_projection("shared.projections[0]", gate, width, hidden, x.dtype, x.device)
-    check_projection("shared.projections[1]", up, width, hidden, x.dtype, x.device)
-    check_projection("shared.projections[2]", down, hidden, width, x.dtype, x.device)
+    if len(shared.projections) not in (2, 3):
+        fail("shared.projections", f"{len(shared.projections)} of them", "gate, up and down, or both packed and down")
+    *inner, down = shared.projections
+    rows = sum(inner[0].weight.shape[:1])
+    width = rows if len(inner) == 2 else rows // 2
+    for i, projection in enumerate(inner):
+        check_projection(f"shared.projections[{i}]", projection, 2 * width // len(inner), hidden, x.dtype, x.device)
+    check_projection(f"shared.projections[{len(inner)}]", down, hidden, width, x.dtype, x.device)
     for name, bias in (("bias", down.bias), ("adapter_bias", down.adapter_bias)):
         if bias is not None and shared.gate is not None:
-            fail(f"shared.projections[2].{name}", describe(bias), "None")
+            fail(f"shared.projections[{len(inner)}].{name}", describe(bias), "None")

@@ -385,7 +385,7 @@ def norm_experts(
         fail("attended", "None" if attended is None else describe(attended), "it and o, or neither")
     groups: list = [] if o is None else [(o,)]
     if shared is not None:
-        groups += shared.projections[:2], shared.projections[2:]
+        groups += shared.projections[:-1], shared.projections[-1:]
     shared_gate = None if shared is None else shared.gate
     of_adapters = [tensor for each in adapters for tensor in (each[:2] if each else (None, None))]
     scalings = adapters.gate_up.scaling if adapters.gate_up else 1.0, adapters.down.scaling if adapters.down else 1.0

@@ -48,7 +48,8 @@ class Scored(NamedTuple):
 class Sparse(NamedTuple):
     """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
     by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones. shared: the block's attribute with the MLP
-    that every token goes to, "" for none; gated: whether it has a gate, of that name and "_gate". router_indices: whether the experts'
+    that every token goes to, "" for none, or the layer's where the row has it `beside`; projections, act: that MLP's, as a row's `gate_up`,
+    `down` and `act`; gated: whether it has a gate, of that name and "_gate". router_indices: whether the experts'
     forward calls the chosen experts so, and their weights routing_weights, instead of top_k_index and top_k_weights, and may be called
     without. scored: of the router."""
 
@@ -59,6 +60,8 @@ class Sparse(NamedTuple):
     router_indices: bool = False
     gated: bool = True
     scored: Scored = Scored()
+    projections: Tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    act: str = "act_fn"
 
 
 class Mixer(NamedTuple):
@@ -122,7 +125,8 @@ class Family(NamedTuple):
     turned_first: whether the norms of heads come after the rotary embedding. norm_name: the class of the norms behind the prefix, "" for
     torch.nn.LayerNorm. attention_dropout: attention's attribute of the probability with which it drops what it attends to, "" where it
     never does. weightless: of LayerNorms without a weight, the epsilon, which their class writes out. windowed: attention's attribute that
-    says of a layer whether its sliding_window counts; where there is one, no other layer turns its heads.
+    says of a layer whether its sliding_window counts; where there is one, no other layer turns its heads. beside: the layer's attribute of
+    an MLP that reads what the block of experts reads, and whose result is added to theirs.
     """
 
     model: str
@@ -174,6 +178,7 @@ class Family(NamedTuple):
     attention_dropout: str = "attention_dropout"
     weightless: Optional[float] = None
     windowed: str = ""
+    beside: str = ""
 
     def norm_class(self) -> str:
         """The class of the norms; "" where it is PyTorch's."""

@@ -85,23 +85,32 @@ class _Branch(NamedTuple):
     dropout: Tuple[str, ...]
     part: str
     of: Op
+    beside: str
 
 
 def _branch(op: Op, kind: str) -> _Branch:
     """Takes apart what a branch adds to the residual stream. kind: of the part in it."""
-    multiplier, dropout, behind, before, whole = None, [], None, None, op
+    multiplier, dropout, behind, before, beside, whole = None, [], None, None, "", op
     if op.kind == "times":
         multiplier, op = op.name, op.of[0]
     if op.kind == "dropout":
         dropout, op = [op.name], op.of[0]
     if op.kind == "norm":
         behind, op = op.name, op.of[0]
+    if _is_pair(op, kind):
+        op, other = op.of
+        beside = other.name
     if op.kind != kind:
         raise NotServed(f"the layer adds {whole}")
     part, op = op.name, op.of[0]
     if op.kind in ("norm", "block"):
         before, op = op.name, op.of[0]
-    return _Branch(before, behind, multiplier, tuple(dropout), part, op)
+    return _Branch(before, behind, multiplier, tuple(dropout), part, op, beside)
+
+
+def _is_pair(op: Op, kind: str) -> bool:
+    """Tells whether two parts of a kind read the same, and their results are added."""
+    return op.kind == "add" and [each.kind for each in op.of] == [kind, kind] and op.of[0].of == op.of[1].of
 
 
 class _Frame(NamedTuple):
@@ -121,13 +130,16 @@ def _holds(op: Op, kind: str) -> bool:
     """Whether a branch with a part of some kind is what is added."""
     while op.kind in ("times", "dropout", "norm"):
         op = op.of[0]
-    return op.kind == kind
+    return op.kind == kind or _is_pair(op, kind)
 
 
 def _frame(op: Op) -> Optional[_Frame]:
     """Takes apart the sum of the residual stream and both branches; None for another sum."""
     terms = _terms(op)
     first, last = ([each for each in terms if _holds(each, kind)] for kind in ("attention", "block"))
+    pair = Op("add", None, tuple(last))
+    if _is_pair(pair, "block"):
+        terms, last = [each for each in terms if each not in last] + [pair], [pair]
     if len(terms) != 3 or terms.count(INPUT) != 1 or len(first) != 1 or len(last) != 1:
         return None
     branches = _branch(first[0], "attention"), _branch(last[0], "block")
@@ -165,7 +177,9 @@ def layer_facts(reading: Reading, index: int) -> Tuple[Facts, Frame]:
     if frame is None or then is None:
         raise refused
     first, last, parallel = frame
-    multiplier = first.multiplier
+    multiplier, block, beside = first.multiplier, last.part, last.beside
+    if beside and "experts" in getattr(layer._modules[beside], "_modules", ()):
+        block, beside = beside, block
     of_layer = type(multiplier) is tuple and len(multiplier) == 1 and multiplier[0] in vars(layer)
     if multiplier != last.multiplier or not (multiplier is None or of_layer):
         raise refused
@@ -176,9 +190,9 @@ def layer_facts(reading: Reading, index: int) -> Tuple[Facts, Frame]:
     absent = [name for name in read if layer._modules.get(name, 0) is None or vars(layer).get(name, 0) is None]
     reading.keep((), found, [path for path, names in found.skipped.items() if {path[0], *names} & {*absent}])
     facts = {
-        "norms": LayerNorms(first.before, first.behind, last.before, last.behind), "block": last.part, "attention": first.part,
+        "norms": LayerNorms(first.before, first.behind, last.before, last.behind), "block": block, "attention": first.part,
         "multiplier": multiplier and multiplier[0], "dropouts": tuple(dict.fromkeys((*first.dropout, *last.dropout))),
-        "absent": tuple(absent), "parallel": parallel,
+        "absent": tuple(absent), "parallel": parallel, "beside": beside,
     }  # fmt: skip
     return facts, Frame(found.handed[first.part], None if then == STREAM else then, returns, found.factors)
 

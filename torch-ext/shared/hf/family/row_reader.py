@@ -26,8 +26,6 @@ from .router_probe import router_kind
 
 __all__ = ["Row", "class_names", "experts_of_called", "row_of"]
 
-# Of an expert for all tokens.
-SHARED = {"gate_up": ("gate_proj", "up_proj"), "down": "down_proj", "act": "act_fn", "activation": "silu", "gated": True}
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", **ACTIVATION_CLASSES}
 GATED = "silu", "gelu_tanh"  # what may be multiplied by up
 ACTIVATING = "activation", "silu"  # a module, or the function
@@ -52,7 +50,8 @@ class Row(NamedTuple):
 def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     if frame.handed.unlike or any(type(each) is int for each in frame.returns or ()):
         raise NotServed(frame.handed.unlike or "its layer returns what it returns beside its result")
-    found = [reading.evaluated(i, (name,), (COS, SIN)) for i in range(len(reading.layers))]
+    angles: Any = Fact(None) if reading.angles is None else (COS, SIN)  # a decoder without any hands on None
+    found = [reading.evaluated(i, (name,), angles) for i in range(len(reading.layers))]
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     made = [_attention_of(value, each) for value, each in found]
     for i, (_, each) in enumerate(found):
@@ -62,7 +61,7 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     row = {field: same([each[field] for each in made], field) for field in made[0] if field not in ("turned", "part", "turned_first")}
     flags, paths = [each["turned"] for each in made], {path for _, each in found for path in each.turning}
     switch: Sequence[Path] = ()
-    takes_angles = "position_embeddings" in argument_names(original_forward(reading.layers[0]))
+    takes_angles = reading.angles is not None and "position_embeddings" in argument_names(original_forward(reading.layers[0]))
     if paths or not all(flags if takes_angles else flags[:0]):
         one = sorted(path for path in paths if len(path) == 1)
         switch = [path for path in one if all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
@@ -204,7 +203,8 @@ def _activation(module: Any) -> str:
     return ACTIVATION_NAMES.get(type(module).__name__, "") if known else ""
 
 
-def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
+def _sparse(reading: Reading, index: int, at: Path, beside: str) -> Sparse:
+    """Reads a block of experts. beside: the layer's MLP whose result is added to theirs, or ""."""
     module: Any = follow(reading.layers[index], at)
     parts = module._modules
     experts: Any = parts["experts"]
@@ -212,7 +212,7 @@ def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
     others = {name: part for name, part in parts.items() if part is not None and name != "experts" and name not in gates}
     routers = [name for name, part in others.items() if "weight" in part._parameters and kind_of(part) == "part"]
     shared = [name for name, part in others.items() if name not in routers]
-    if len(routers) != 1 or len(shared) > 1:
+    if len(routers) != 1 or len(shared) + bool(beside) > 1:
         raise NotServed(f"{type(module).__name__} has the parts {', '.join(parts)}")
     router = routers[0]
     roles = {router: "router", "experts": "experts", **dict.fromkeys(shared, "mlp")}
@@ -233,15 +233,18 @@ def _sparse(reading: Reading, index: int, at: Path) -> Sparse:
     if not isinstance(value, Tensor) or value not in [Tensor(each, ("B", "S", reading.hidden)) for each in wanted]:
         raise NotServed(f"{found.text.name} returns {getattr(value, 'op', value)}")
     router_indices = _router_indices(experts)
-    of_shared = _mlp(reading, index, (*at, shared[0])) if shared else SHARED
-    if any(of_shared[name] != wanted for name, wanted in SHARED.items()):
-        raise NotServed(f"{shared[0]} has another activation than SiLU, or other names of its parts")
+    of_shared: Facts = {}
+    for path in [(*at, *shared)] if shared else [(beside,)] if beside else []:
+        of_mlp = _mlp(reading, index, path)
+        if of_mlp["activation"] != "silu" or not of_mlp["gated"]:
+            raise NotServed(f"{path[-1]} has another activation than SiLU, or no gate")
+        of_shared = {"shared": path[-1], "projections": (*of_mlp["gate_up"], of_mlp["down"]), "act": of_mlp["act"]}
     reading.keep(at, found)
     reading.tests[index].update({(*at, router, name): value for name, value in kind.flags.items()})
     classes = type(module).__name__, type(parts[router]).__name__, type(experts).__name__
     correction = (router, *kind.scored.correction) if kind.scored.correction else tuple(held[0].name) if held else ()
     scored = kind.scored._replace(correction=correction)
-    return Sparse(classes, router, kind.by_logits, "".join(shared), router_indices, gated or not shared, scored)
+    return Sparse(classes, router, kind.by_logits, "", router_indices, gated or not of_shared, scored)._replace(**of_shared)
 
 
 def _router_indices(experts: nn.Module) -> bool:
@@ -267,12 +270,15 @@ def experts_of_called(blocks: Sequence[Any]) -> Dict[str, bool]:
     return found
 
 
-def _block(reading: Reading, name: str, no_experts: str) -> Facts:
-    """The MLP and the experts of layers, which may be one or the other. no_experts: why a row of this layer has none, "" where it may."""
+def _block(reading: Reading, name: str, beside: str, no_experts: str) -> Facts:
+    """The MLP and the experts of layers, which may be one or the other. beside: as of a row; no_experts: why a row of this layer has none,
+    "" where it may."""
     row: Facts = {"mlp": False}
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     dense = [i for i, module in enumerate(modules) if "experts" not in module._modules]
-    sparse = [_sparse(reading, i, (name,)) for i in range(len(modules)) if i not in dense]
+    if beside and dense:
+        raise NotServed(f"{beside} is a second MLP beside it")
+    sparse = [_sparse(reading, i, (name,), beside) for i in range(len(modules)) if i not in dense]
     made = [{"mlp_name": type(modules[i]).__name__, **_mlp(reading, i, (name,))} for i in dense]
     if sparse and no_experts:
         raise NotServed(no_experts)
@@ -328,7 +334,7 @@ def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -
         called[block] = "the norm in front of it is called as the module that it is"
     else:
         no_experts = "a LayerNorm is in front of experts" if row.get("centred") else "experts stand beside attention" * row["parallel"]
-        read([block], lambda: _block(reading, block, no_experts))
+        read([block], lambda: _block(reading, block, row["beside"], no_experts))
     row["mlp"] = row.get("mlp", False) and block not in called
     if {attention, block, *norms} <= called.keys():
         raise NotServed(f"nothing of it would be fused: {'; '.join(f'{name}: {why}' for name, why in called.items())}")
@@ -368,7 +374,7 @@ def class_names(layers: Sequence[nn.Module], family: Family) -> Tuple[str, ...]:
     found: Dict[type, None] = {}
     for layer in layers:
         parts = [layer, *(layer._modules[name] for name in family.norms if name and name not in family.called)]
-        for name in (family.attention, family.block):
+        for name in (family.attention, family.block, *([family.beside] if family.beside and family.block not in family.called else ())):
             if name not in family.called:
                 parts += [module for module in layer._modules[name].modules() if kind_of(module) in ("part", "norm")]  # type: ignore[union-attr]
         found.update(dict.fromkeys(type(part) for part in parts if type(part) is not nn.LayerNorm))

@@ -165,7 +165,9 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     chosen = [each for _, each in pairs_of if each is not None]
     parts = shapes.parts(model) if shapes is not None and not chosen else []
     unread = not chosen or any("decoder_layer" in family.unknown for family, each in pairs_of if each is not None)
-    read = [each for each in shapes.layers(model) if isinstance(each, Recognised)] if shapes is not None and unread else []
+    read: List[Recognised] = []
+    if shapes is not None:
+        read = [each for each in shapes.layers(model) if isinstance(each, Recognised)] if unread else shapes.layers_beside(model)
     put_on(parts)
     others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
     if not put_losses_on(others) and not chosen and not parts and not read:
@@ -176,21 +178,23 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
     switch_offload(noted[OFFLOADS])
-    kept = [layer for found in read for layer in shapes.put_on_layers(found, noted)]
+    of_read = {layer for each in read for layer in each.layers}
+    kept = [layer for each in read for layer in shapes.put_on_layers(each, noted)]
     ownership.warn_of_others(kept, stacklevel=3)
     _tell_read_decoders(families, model, attention)
     for each, _ in pairs:
         for operation, modules in each.modules.items():
             forward = ownership.claim(each.forwards[operation], families)
             for module in modules:
-                ownership.bind(module, forward)
+                if module not in of_read:
+                    ownership.bind(module, forward)
         for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not told.unpad
         for module in each.modules.get("decoder_layer", ()):
             vars(module).update(noted)
         _tell_decoders(each, model, attention)
     of_families = [layer for each, _ in pairs for layer in each.modules.get("decoder_layer", ())]
-    warn_of_no_layers(model, told.products, [*of_families, *(layer for found in read for layer in found.layers)])
+    warn_of_no_layers(model, told.products, [*of_families, *of_read])
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -251,13 +255,17 @@ def capture(families: Families, model, *told):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
     read = _layers_that_were_read(model)
     with_loss = [*_causal_lms(families, model), *(module for module in model.modules() if SHAPE in vars(module))]
-    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model)], with_loss, model, *told)
+    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model) if read_of(layer) is None], with_loss, model, *told)
     return model
+
+
+def _has_row(layer) -> bool:
+    return ownership.runs_ours(layer) and read_of(layer) is None
 
 
 def _layers_that_were_read(model) -> List[nn.Module]:
     """The layers of a model without a row, none where there are no such. Raises TypeError where a graph might not do what they do."""
-    decoders = [decoder for decoder in decoders_in(model) if any(map(read_of, decoder.layers))]
+    decoders = [decoder for decoder in decoders_in(model) if any(map(read_of, decoder.layers)) and not any(map(_has_row, decoder.layers))]
     if not decoders:
         return []
     whose = [read_of(layer) for decoder in decoders for layer in decoder.layers]

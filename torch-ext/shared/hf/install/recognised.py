@@ -3,7 +3,7 @@ own forwards there, and says what stopped it where it does not hold."""
 
 import functools
 import sys
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -42,6 +42,12 @@ class Recognised(NamedTuple):
     own: RecognisedLayer
     forward: Callable
     row: Row
+
+    def among(self, layers: Collection[nn.Module]) -> "Recognised":
+        """The same of those of its layers that are among some."""
+        pairs = [(layer, tests) for layer, tests in zip(self.layers, self.row.tests) if layer in layers]
+        found, tests = zip(*pairs) if pairs else ((), ())
+        return self._replace(layers=found, row=self.row._replace(tests=tests))
 
 
 class Unread(NamedTuple):

@@ -57,7 +57,8 @@ def targets(own: FusedLayer) -> Targets:
         explain_layer=own.explain,
         fused=tuple(name for name in family.classes() if name != f"{prefix}RMSNorm" and not (family.mlp and name == family.mlp_class())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
-        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *towers),
+        # Where attributes may be absent, the layers of a model may all have something else than attention.
+        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *(("rope",) if family.absent else ()), *towers),
         elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
         accounted=accounted(family),
         needs=tuple(name for name in ("rms_norm", "swiglu", "rope") if name in operations and not (name == "rope" and family.mixers)),

@@ -7,6 +7,7 @@ transformers.
 
 import ast
 import functools
+import sys
 from collections import Counter
 from types import FunctionType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -61,6 +62,13 @@ class Shapes:
     def layers(self, model: nn.Module) -> List[Found]:
         """Reads the layers of each decoder in a model, or says why they are not served."""
         return [found for decoder in decoders_in(model) for found in recognise(decoder, self.experts)]
+
+    def layers_beside(self, model: nn.Module) -> List[Recognised]:
+        """Reads the layers of a model with a row that this row does not serve: with a mixer of tokens or experts that it does not know."""
+        classes = [(own, getattr(sys.modules.get(own.modeling), own.classes[0], None)) for own in self.rows if own.family.absent]
+        left = {module for module in model.modules() for own, cls in classes if cls and isinstance(module, cls) and own.why_other(module)}
+        read = [found.among(left) for found in (self.layers(model) if left else ()) if isinstance(found, Recognised)]
+        return [found for found in read if found.layers]
 
     def put_on_layers(self, found: Recognised, told: Mapping[str, Any]) -> List[nn.Module]:
         """Gives the layers of a decoder, and the experts in them, forwards of ours. told: what is noted on each layer. Returns the layers

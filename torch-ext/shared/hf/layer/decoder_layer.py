@@ -308,7 +308,7 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     after, before, behind = [own.fused_norm(layer, name) for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(make_outputs, own.eps(after), own.eps(before), own.eps(behind), multiplier)
-    fused = _fused_block(own, parts[family.block], x, dtype, wider)
+    fused = _fused_block(own, parts[family.block], x, dtype, wider, parts.get(family.beside))
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is None:
         output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
@@ -329,12 +329,12 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     return branch + out if o is None and family.parallel else out
 
 
-def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:
+def _fused_block(own: FusedLayer, mlp, x, dtype, wider, beside) -> Union[List[Projection], SparseBlock, None]:
     """The projections of an MLP, or a block of experts, as the nodes take them; None where the module has to be called."""
     if own.calls_mlp:
         return None
     if own.family.sparse is not None and is_sparse(mlp):
-        found = sparse_block_or_reason(own, own.family.sparse, mlp, x, dtype)
+        found = sparse_block_or_reason(own, own.family.sparse, mlp, x, dtype, beside)
         return None if isinstance(found, Reason) else found
     linears = _parts(mlp)
     return projections([linears[name] for name in own.of_mlp], dtype, wider)
@@ -360,7 +360,9 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, mixed: Mixed):
         both = mixed.normed if before == first and family.parallel else None
         normed = own.normed(layer, before, x if family.parallel else total) if both is None else both
     found = _parts(layer)[family.block](normed)
-    return _branch(own, spec, layer, behind, (found[0] if isinstance(found, tuple) else found).view(total.shape)) + total
+    found = (found[0] if isinstance(found, tuple) else found).view(total.shape)
+    found = found + _parts(layer)[family.beside](normed) if family.beside else found
+    return _branch(own, spec, layer, behind, found) + total
 
 
 def decoder_layer_forward(own: FusedLayer, layer, kwargs):

@@ -100,7 +100,7 @@ def explain_layer(own: Any, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     experts = False if is_sparse(block) else None
     if family.sparse is not None and is_sparse(block):
-        found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
+        found = sparse_block_or_reason(own, family.sparse, block, x, dtype, _parts(layer).get(family.beside))
         adapted = isinstance(found, SparseBlock) and any(found.adapters)
         said = "norm, router, experts" + (" with adapters" if adapted else "") + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))

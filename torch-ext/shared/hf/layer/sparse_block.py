@@ -38,9 +38,9 @@ def is_sparse(mlp) -> bool:
     return "experts" in mlp.__dict__["_modules"]
 
 
-def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype) -> Union[SparseBlock, Reason]:
+def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype, beside=None) -> Union[SparseBlock, Reason]:
     """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
-    as the modules that they are."""
+    as the modules that they are. beside: the layer's MLP whose result is added to the block's, or None."""
     parts = block.__dict__["_modules"]
     router, experts = inside_wrappers(parts[sparse.router]), inside_wrappers(parts["experts"])
     if getattr(experts, "_is_expert_parallel", False):
@@ -74,7 +74,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     adapters = expert_adapters_or_reason(parts["experts"], dtype, weights[0], options["transposed"])
     if isinstance(adapters, Reason):
         return adapters
-    shared = _shared_or_reason(own, sparse, parts, x, dtype) if sparse.shared else None
+    shared = _shared_or_reason(own, sparse, parts if beside is None else {sparse.shared: beside}, x, dtype) if sparse.shared else None
     if isinstance(shared, Reason):
         return shared
     normalised = sparse.scored.normalised
@@ -105,11 +105,12 @@ def _scores(scored: Scored, router, weight: torch.Tensor) -> Union[Scores, Reaso
 
 
 def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
-    """Takes the expert that every token goes to apart. parts: of the block."""
+    """Takes the expert that every token goes to apart. parts: of the block, or of the
+    layer."""
     name = sparse.shared
     expert, weight = parts[name], None
     inner = expert.__dict__["_modules"]
-    if not own.run_by(expert) or not is_silu(inner["act_fn"]):
+    if not own.run_by(expert) or not (sparse.act == "" or is_silu(inner[sparse.act])):
         return Reason("hooks", f"{name} has hooks, a replaced forward, or another activation than SiLU")
     if sparse.gated:
         reason = why_not_plain(parts[f"{name}_gate"])
@@ -119,7 +120,7 @@ def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.d
         if weight.dtype != x.dtype:
             return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
     found = []
-    for each in ("gate_proj", "up_proj", "down_proj"):
+    for each in sparse.projections:
         projection = projection_or_reason(inner[each], dtype)
         if isinstance(projection, Reason):
             return projection.of(f"{name}.{each}")
@@ -127,5 +128,5 @@ def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.d
             return Reason("called", "torch.compile, for an adapter with dropout or a weight in four bits").of(f"{name}.{each}")
         found.append(projection)
     if sparse.gated and (found[-1].bias is not None or found[-1].adapter_bias is not None):
-        return Reason("bias", f"{name}.down_proj has a bias, which its score does not multiply in one product")
+        return Reason("bias", f"{name}.{sparse.projections[-1]} has a bias, which its score does not multiply in one product")
     return SharedExpert(weight, found)
