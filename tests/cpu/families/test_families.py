@@ -316,9 +316,9 @@ def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
     assert {row.reason for row in package.explain(model).rows if not row.fused} >= {"the activation of mlp is not SiLU, or has hooks"}
 
 
-@pytest.mark.parametrize("how", ("apply", "kernelize"))
-def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, calls, how):
-    """One layer of each kind, and with experts beside its MLP none that is taken apart."""
+def test_apply_calls_granites_layers_with_mamba_or_experts_as_they_are(package, calls):
+    """One layer of each kind, and with experts beside its MLP none that is taken apart. `kernelize` reads them
+    (test_layers_beside_a_row.py)."""
     kinds = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_state": 8, "mamba_chunk_size": 8}
     for changes, nodes, reason in (
         (kinds, NODES, "the layer has mamba"), ({"num_local_experts": 4, "intermediate_size": 24}, [], "the layer has block_sparse_moe"),
@@ -326,7 +326,7 @@ def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, c
         calls.clear()
         model = tiny("granitemoehybrid", **changes)
         expected, text = step_of(model), model.eval().generate(TOKENS, max_new_tokens=3, do_sample=False)
-        package.apply() if how == "apply" else package.kernelize(model)
+        package.apply()
         step_of(model.train()).assert_same(expected, FACTOR)
         assert calls == nodes
         assert f"{reason}, which is called as it is" in {row.reason for row in package.explain(model).rows}
@@ -337,8 +337,12 @@ def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, c
 @pytest.mark.parametrize(("name", "changes", "reason"), LEFT)
 def test_what_a_layer_is_only_taken_apart_without(package, calls, name, changes, reason):
     before = step_of(model := tiny(name, **changes))
-    step_of(package.kernelize(model)).assert_same(before, FACTOR)
+    package.apply()
+    step_of(model).assert_same(before, FACTOR)
     assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows} and calls == []
+    package.reset()
+    step_of(package.kernelize(model)).assert_same(before, FACTOR)
+    assert calls == [] or "called" in {row.code for row in package.explain(model).rows}
 
 
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):

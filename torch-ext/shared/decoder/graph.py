@@ -11,14 +11,22 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from ..._ops import add_op_namespace_prefix
 from ..ops.autograd import once_differentiable
-from ..ops.operators import as_first_loaded, constant_when_traced, operator_of
+from ..ops.operators import constant_when_traced, operator_of
 from .projection import NodeLayout, need_traceable, projection_of, told_of
 from .spec import constants_of, spec_of
 
 __all__ = ["InGraph", "in_graph_of"]
 
 _text = constant_when_traced(lambda *values: json.dumps(values, default=str))  # a graph has one guard for it
+
+
+def _of_first_loading(name: str, mine: Any) -> Any:
+    """Returns what the first loading of this build keeps by a name: where a build is loaded twice, its operators are those of the first
+    loading, so what is known of their results is known there. mine: this loading's."""
+    namespace, _, _ = add_op_namespace_prefix(name).partition("::")
+    return vars(getattr(torch.ops, namespace)).setdefault(f"_bastile_{name}", mine)
 
 
 class InGraph(NamedTuple):
@@ -104,7 +112,7 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
 
     # A tracer calls these after the operator, whose fake function has told a form of the same loading what they read.
     known_of_text = (lambda text: form_of(text).count), (lambda text: first_saved(form_of(text))), backward_text
-    count_of, start_of, backward_text = map(constant_when_traced, as_first_loaded(f"{of.name}_text", known_of_text))
+    count_of, start_of, backward_text = map(constant_when_traced, _of_first_loading(f"{of.name}_text", known_of_text))
 
     def results_of(found, text, x):
         results = of.results(found[: count_of(text)])

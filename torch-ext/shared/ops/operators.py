@@ -10,7 +10,7 @@ from ..._ops import add_op_namespace_prefix
 from ..runtime.replay import replayed, replayed_with_products
 from .inductor import with_fallback
 
-__all__ = ["KEPT", "as_first_loaded", "constant", "constant_when_traced", "halves", "operator_of", "traceable"]
+__all__ = ["KEPT", "constant", "constant_when_traced", "halves", "operator_of", "traceable"]
 
 KEPT = 1024  # combinations of shapes and strides that an operator remembers its results' strides of
 LIBRARY = "_bastile_library"  # on the namespace of this build's operators
@@ -108,13 +108,6 @@ def operator_of(name: str, function: Callable, fake: Callable) -> Callable:
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", with_fallback(fake, getattr(operators, name).default), lib=library)
     return getattr(operators, name).default
-
-
-def as_first_loaded(name: str, mine: Any) -> Any:
-    """What the first loading of this build keeps by a name, where the build is loaded twice: its operators are the first loading's, so
-    what belongs to them must be too. mine: this loading's."""
-    namespace, _, _ = add_op_namespace_prefix(name).partition("::")
-    return vars(getattr(torch.ops, namespace)).setdefault(f"_bastile_{name}", mine)
 
 
 def _laid_out(name: str, found: torch.Tensor, expected: tuple) -> torch.Tensor:
