@@ -46,7 +46,7 @@ def beside_llama(family: Any) -> str:
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned or family.windowed else []
     absent = dict.fromkeys(path.rpartition(".")[2] for path in family.absent)
-    said += [f"layers with {' or '.join(absent)} left as they are"] if absent else []
+    said += [f"layers with {' or '.join(absent)} left as they are by `apply`, and read by `kernelize`"] if absent else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []
     said += ["a vision tower, left as it is"] if family.whole else []
