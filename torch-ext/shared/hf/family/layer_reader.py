@@ -27,8 +27,8 @@ class Reading:
     absent: of `Family`, as paths. norms: those that were found. tests, arguments: as of a `Row`.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]):
-        self.layers, self.hidden, self.angles = layers, hidden, angles
+    def __init__(self, layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles], without_angles: bool = False):
+        self.layers, self.hidden, self.angles, self.without_angles = layers, hidden, angles, without_angles
         self.cls = type(layers[0])
         self.modeling, self.prefix = self.cls.__module__, self.cls.__name__.removesuffix(LAYER)
         self.absent: Dict[Path, None] = {}

@@ -50,7 +50,8 @@ class Row(NamedTuple):
 def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     if frame.handed.unlike or any(type(each) is int for each in frame.returns or ()):
         raise NotServed(frame.handed.unlike or "its layer returns what it returns beside its result")
-    angles: Any = Fact(None) if reading.angles is None else (COS, SIN)  # a decoder without any hands on None
+    angles: Any = Fact(None) if reading.without_angles else (COS, SIN)
+    reading.arguments.update({"position_embeddings": None} if reading.without_angles else {})
     found = [reading.evaluated(i, (name,), angles) for i in range(len(reading.layers))]
     modules: List[Any] = [layer._modules[name] for layer in reading.layers]
     made = [_attention_of(value, each) for value, each in found]
@@ -61,7 +62,7 @@ def _attention(reading: Reading, name: str, frame: Frame) -> Facts:
     row = {field: same([each[field] for each in made], field) for field in made[0] if field not in ("turned", "part", "turned_first")}
     flags, paths = [each["turned"] for each in made], {path for _, each in found for path in each.turning}
     switch: Sequence[Path] = ()
-    takes_angles = reading.angles is not None and "position_embeddings" in argument_names(original_forward(reading.layers[0]))
+    takes_angles = not reading.without_angles and "position_embeddings" in argument_names(original_forward(reading.layers[0]))
     if paths or not all(flags if takes_angles else flags[:0]):
         one = sorted(path for path in paths if len(path) == 1)
         switch = [path for path in one if all(bool(vars(m).get(path[0])) == f for m, f in zip(modules, flags))]
@@ -304,11 +305,12 @@ def _is_used(modeling: str, name: str) -> bool:
 
 
 # ---------------------------------------------------------------- all of it
-def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles]) -> Row:
+def row_of(layers: Sequence[nn.Module], hidden: int, angles: Optional[Angles], without_angles: bool = False) -> Row:
     """Reads the row of a family. layers: of its decoder, all of one class, with sizes that differ from each other where they may; hidden:
-    the width of the residual stream; angles: of its model, None where it has none. Raises `NotServed` where the layer itself is not
+    the width of the residual stream; angles: of its model, None where they are not known; without_angles: whether the model says that it
+    has none, and hands on None. Raises `NotServed` where the layer itself is not
     understood, or nothing of it would be fused."""
-    reading = Reading(layers, hidden, angles)
+    reading = Reading(layers, hidden, angles, without_angles)
     of_layers = [layer_facts(reading, i) for i in range(len(layers))]
     row: Facts = {name: same([facts[name] for facts, _ in of_layers], name) for name in of_layers[0][0]}
     frame = same([frame for _, frame in of_layers], "what a layer does to the residual stream")

@@ -106,7 +106,7 @@ def _small(decoder: Any, layers: Tuple[Any, ...]) -> Small:
 
 
 def _recognised(layers: Tuple[Any, ...], small: Small, experts: bool) -> Recognised:
-    row = row_of(small.layers, small.config.hidden_size, small.angles)
+    row = row_of(small.layers, small.config.hidden_size, small.angles, small.without_angles)
     if row.family.sparse is not None and not experts:
         row = _without_experts(row)
     family = row.family

@@ -65,12 +65,14 @@ def shrink(config, sizes=SIZES) -> None:
 
 class Small(NamedTuple):
     """config: of the copy. layers: a copy of each, with random weights, in float32 on the CPU. given: what the model's own module of angles
-    gives its layers; angles: the same, None where it is no cos and sin."""
+    gives its layers; angles: the same, None where it is no cos and sin; without_angles: whether the model has None in the place of that
+    module."""
 
     config: Any
     layers: List[nn.Module]
     given: Any
     angles: Optional[Angles]
+    without_angles: bool
 
 
 def small_copy(decoder: Any, layers: Sequence[Any]) -> Small:
@@ -102,7 +104,8 @@ def small_copy(decoder: Any, layers: Sequence[Any]) -> Small:
         raise NotServed(f"no small copy of {type(layers[0]).__name__} could be made: {type(error).__name__}: {error}") from None
     head_dim = next((heads for heads in map(_head_dim, layers) if heads), None)
     pair = isinstance(given, tuple) and len(given) == 2
-    return Small(config, found, given, Angles(given[0], given[1], head_dim) if pair and head_dim else None)
+    without = rotary is None and {**vars(decoder), **decoder._modules}.get("rotary_emb", ...) is None
+    return Small(config, found, given, Angles(given[0], given[1], head_dim) if pair and head_dim else None, without)
 
 
 def _another(layer: nn.Module, config, number: int) -> nn.Module:
