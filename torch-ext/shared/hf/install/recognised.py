@@ -44,7 +44,7 @@ class Recognised(NamedTuple):
     row: Row
 
     def among(self, layers: Collection[nn.Module]) -> "Recognised":
-        """The same of those of its layers that are among some."""
+        """Leaves out the layers that are not among some."""
         pairs = [(layer, tests) for layer, tests in zip(self.layers, self.row.tests) if layer in layers]
         found, tests = zip(*pairs) if pairs else ((), ())
         return self._replace(layers=found, row=self.row._replace(tests=tests))

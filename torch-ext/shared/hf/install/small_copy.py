@@ -65,8 +65,7 @@ def shrink(config, sizes=SIZES) -> None:
 
 class Small(NamedTuple):
     """config: of the copy. layers: a copy of each, with random weights, in float32 on the CPU. given: what the model's own module of angles
-    gives its layers; angles: the same, None where it is no cos and sin; without_angles: whether the model has None in the place of that
-    module."""
+    gives its layers; angles: the same, None where it is no cos and sin; without_angles: whether that module is None."""
 
     config: Any
     layers: List[nn.Module]
