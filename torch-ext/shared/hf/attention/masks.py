@@ -17,7 +17,7 @@ from .defaults import MASKING, are_defaults_own, exchange_of, is_eager, names_in
 from .document_bounds import given_bounds
 
 __all__ = [
-    "BEFORE", "BESIDE", "CHOICE", "TRACEABLE", "WINDOWS", "Rule", "Visible", "caps_scores", "is_visible", "kinds_of_layers",
+    "BEFORE", "BESIDE", "CHOICE", "TRACEABLE", "WINDOWS", "Rule", "Visible", "caps_scores", "is_chosen", "is_visible", "kinds_of_layers",
     "makes_masks_by_layer", "masks_made_by", "masks_of_layers", "no_mask", "padding_of", "unless_none", "visible_documents", "visible_mask",
     "visible_rows", "visible_tokens",
 ]  # fmt: skip
