@@ -157,3 +157,14 @@ def test_a_mask_longer_than_its_rows_is_refused_as_by_transformers(chosen):
     for model in (make(), package.kernelize(make())):
         with pytest.raises(RuntimeError, match="must match the size of tensor"):
             step(model, batch)
+
+
+@pytest.mark.parametrize(("family", "changes"), (("gemma2", {}), ("gemma2", {"attn_logit_softcapping": None}), ("gpt_oss", {})), ids=str)
+def test_what_padding_in_front_returns_is_that_of_eager_attention(chosen, family, changes):
+    """The mean of all values, which the padding before a row's first token predicts that token with; with sinks it is zero."""
+    package, make = chosen(family)
+    model, batch = make(**changes), padded("left")
+    expected = step(model, batch)
+    package.kernelize(model)
+    assert_same(step(model, batch), expected)
+    assert model.model.config._attn_implementation == "bastile"

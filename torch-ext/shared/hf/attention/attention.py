@@ -113,7 +113,8 @@ def documents_of(visible, kwargs, sinks):
 def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, kwargs):
     """SDPA's function of transformers, or with sinks or a softcap the eager one of the module's own model. mask: a `Visible` or what
     transformers made."""
-    kind = "sdpa" if sinks is None and kwargs.get("softcap") is None else "eager"
+    averages = isinstance(mask, Visible) and mask.rule is None and mask.averages
+    kind = "sdpa" if sinks is None and kwargs.get("softcap") is None and not averages else "eager"
     if isinstance(mask, Visible):
         # SDPA needs no mask there: what transformers knows too, but not inside a graph.
         causal = kind == "sdpa" and mask.is_plain()
