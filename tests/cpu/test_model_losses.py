@@ -92,6 +92,27 @@ def test_num_items_is_num_items_in_batch(qwen3, way):
         model(input_ids=TOKENS, labels=LABELS, num_items=37, num_items_in_batch=38)
 
 
+@pytest.mark.parametrize("items", (0, torch.tensor(0), torch.tensor([0.0])), ids=str)
+def test_no_items_are_no_loss_of_zero(qwen3, items):
+    """transformers divides by them. Where nothing counts, the loss is 0 however many items there are said to be."""
+    model = qwen3.kernelize(tiny_model())
+    found = Step(model, input_ids=TOKENS, labels=LABELS, num_items_in_batch=items)
+    assert not found.loss.isfinite().any()
+    assert not found.gradients["model.layers.0.mlp.up_proj.weight"].isfinite().any()
+    empty = Step(model, input_ids=TOKENS, labels=torch.full_like(LABELS, -100), num_items_in_batch=items)
+    assert empty.loss.eq(0).all() and all(gradient.eq(0).all() for gradient in empty.gradients.values())
+
+
+@pytest.mark.parametrize("name", ("source", "target"))
+@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}), ids=str)
+def test_an_argument_that_the_loss_gives_itself_is_refused(qwen3, name, options):
+    model = tiny_model()
+    with pytest.raises(TypeError, match=name):
+        model(input_ids=TOKENS, labels=LABELS, **{name: LABELS})
+    with pytest.raises(TypeError, match=f"{name} is an argument of this model's call"):
+        qwen3.kernelize(model)(input_ids=TOKENS, labels=LABELS, **{name: LABELS}, **options)
+
+
 @pytest.mark.parametrize("make", (tiny_model, tiny_qwen3_moe))
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("name", ("head", "hidden", "weight", "bias"))

@@ -86,10 +86,11 @@ def begin(here, batch):
     return here.own_device, {name: value.to(here.own_device) for name, value in batch.items()}
 
 
-def step(model, batch, part, backward=True):
-    """(logits, gradients) of one pass of a part of the rows. part: a slice of their tokens. Padding counts nothing."""
+def step(model, batch, part, backward=True, **more):
+    """(logits, gradients) of one pass of a part of the rows. part: a slice of their tokens; more: other arguments of the model. Padding
+    counts nothing."""
     given = {name: value[:, part] if value.dim() == 2 else value for name, value in batch.items()}
-    logits = model(**given, use_cache=False).logits
+    logits = model(**given, **more, use_cache=False).logits
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"]))[..., None]
     logits = torch.where(kept > 0, logits, 0)
     rows, tokens = batch["input_ids"].shape
@@ -285,6 +286,21 @@ def test_ulysses_while_evaluating(here):
     with spread(here):
         model = register(here, here.qwen3.kernelize(model_on(device).eval()), rows=2, disable_in_eval=True)
         assert_close(step(model, batch, slice(None), False)[0], expected, torch.float32, "logits", 2 * FACTOR[here.device])
+
+
+@in_each_process
+def test_ulysses_in_both_directions(here):
+    """is_causal=False of a call goes to the function that DeepSpeed was registered around; ours, asked for by name, refuses it."""
+    device, batch = begin(here, plain())
+    expected = step(model_on(device), batch, slice(None), is_causal=False)
+    with spread(here), pytest.warns(RuntimeWarning, match="with a mask that is not causal"):
+        model = register(here, here.qwen3.kernelize(model_on(device)), rows=2)
+        assert_step(here, step(model, batch, part_of(here), is_causal=False), expected)
+    with spread(here):
+        model = here.qwen3.kernelize(model_on(device))
+        model.set_attn_implementation("bastile")
+        with pytest.raises(ValueError, match="cannot run under DeepSpeed's Ulysses with a mask that is not causal"):
+            step(register(here, model, "bastile", rows=2), batch, part_of(here), is_causal=False)
 
 
 @in_each_process

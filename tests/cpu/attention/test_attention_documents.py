@@ -137,3 +137,34 @@ def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, 
         results.append(step(model, batch))
     assert_same(results[1], results[0], bound=1e-5)
     assert not plans
+
+
+@pytest.mark.parametrize("family", ("qwen3", "gemma3_text"))
+def test_sinks_given_to_a_call_are_ignored_as_by_sdpa(chosen, family):
+    """The model has none, and ours was chosen in SDPA's place."""
+    package, make = chosen(family)
+    model = make()
+    expected = step(model, packed())
+    package.kernelize(model)
+    found = step(model, packed(), s_aux=torch.linspace(-1, 1, model.config.num_attention_heads))
+    assert model.model.config._attn_implementation == "bastile"
+    assert_same(found, expected)
+
+
+def test_a_mask_longer_than_its_rows_is_refused_as_by_transformers(chosen):
+    package, make = chosen("qwen3")
+    batch = {"input_ids": documents()[0][None], "attention_mask": torch.ones(1, LENGTHS[0] + 2, dtype=torch.long)}
+    for model in (make(), package.kernelize(make())):
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            step(model, batch)
+
+
+@pytest.mark.parametrize(("family", "changes"), (("gemma2", {}), ("gemma2", {"attn_logit_softcapping": None}), ("gpt_oss", {})), ids=str)
+def test_what_padding_in_front_returns_is_that_of_eager_attention(chosen, family, changes):
+    """The mean of all values, which the padding before a row's first token predicts that token with; with sinks it is zero."""
+    package, make = chosen(family)
+    model, batch = make(**changes), padded("left")
+    expected = step(model, batch)
+    package.kernelize(model)
+    assert_same(step(model, batch), expected)
+    assert model.model.config._attn_implementation == "bastile"

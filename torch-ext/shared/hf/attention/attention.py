@@ -15,7 +15,7 @@ from ..parts.modules import beside_class
 from ..parts.weights import is_plain
 from .defaults import exchange_of, exchanges, is_around_ours, is_eager, sdpa_of_transformers
 from .exchange import attend_in_whole_rows
-from .masks import Visible, is_visible
+from .masks import Visible, is_chosen, is_visible
 
 __all__ = ["attention_forward", "documents_of"]
 
@@ -49,11 +49,12 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     there are sinks, which no mask of transformers' can part, also those that start where position_ids do not go on. Where DeepSpeed's
     Ulysses is in force, `attend_in_whole_rows` runs.
     """
-    visible = attention_mask
+    visible, config = attention_mask, getattr(module, "config", None)
+    if s_aux is not None and not is_eager(config) and is_chosen(config):
+        s_aux = None  # an argument of the model's call, which SDPA, in whose place ours is, does not know
     if not isinstance(visible, Visible):
         if is_visible(visible):  # of another loaded package, which has the kernels for it
             return visible.attend(module, query, key, value, visible, scaling, dropout, s_aux, **kwargs)
-        config = getattr(module, "config", None)
         if config is not None and is_around_ours(config) and (torch.compiler.is_compiling() or exchanges(exchange_of(config), module)):
             why = "inside torch.compile, or with a mask of one's own"
             raise ValueError(f'DeepSpeed has dropped the mask that attention of Bastile needs, {why}. Register "sdpa" with it')
@@ -112,11 +113,12 @@ def documents_of(visible, kwargs, sinks):
 def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, kwargs):
     """SDPA's function of transformers, or with sinks or a softcap the eager one of the module's own model. mask: a `Visible` or what
     transformers made."""
-    kind = "sdpa" if sinks is None and kwargs.get("softcap") is None else "eager"
+    averages = isinstance(mask, Visible) and mask.rule is None and mask.averages
+    kind = "sdpa" if sinks is None and kwargs.get("softcap") is None and not averages else "eager"
     if isinstance(mask, Visible):
         # SDPA needs no mask there: what transformers knows too, but not inside a graph.
         causal = kind == "sdpa" and mask.is_plain()
-        needless = causal and query.shape[2] == key.shape[2]
+        needless = causal and query.shape[2] == key.shape[2] == mask.keys
         if causal and is_eager(getattr(module, "config", None)):  # eager attention heeds its mask, whatever the module's is_causal says
             kwargs = {**kwargs, "is_causal": True}
         mask = None if needless else mask.mask(kind, query.dtype, query.device)

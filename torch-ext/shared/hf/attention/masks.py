@@ -17,7 +17,7 @@ from .defaults import MASKING, are_defaults_own, exchange_of, is_eager, names_in
 from .document_bounds import given_bounds
 
 __all__ = [
-    "BEFORE", "BESIDE", "CHOICE", "TRACEABLE", "WINDOWS", "Rule", "Visible", "caps_scores", "is_visible", "kinds_of_layers",
+    "BEFORE", "BESIDE", "CHOICE", "TRACEABLE", "WINDOWS", "Rule", "Visible", "caps_scores", "is_chosen", "is_visible", "kinds_of_layers",
     "makes_masks_by_layer", "masks_made_by", "masks_of_layers", "no_mask", "padding_of", "unless_none", "visible_documents", "visible_mask",
     "visible_rows", "visible_tokens",
 ]  # fmt: skip
@@ -102,7 +102,7 @@ class Visible:
     token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says. documents: of
     `documents_in`, which the rule and the mask function say nothing of; None for none. said: the rule, also where a plan of these rows
     alone cannot say it; exchange: of `exchange_of`; whole: the position_ids of this process and the plan of whole rows, once it is made.
-    seeing: whether padding behind a row's tokens sees these.
+    seeing: whether padding behind a row's tokens sees these; averages: of `averages_for_padding`, where there is a mask.
     """
 
     attend: Callable[..., Any]  # the attention function of this package (attention.py)
@@ -117,7 +117,7 @@ class Visible:
         seeing: bool = False,
     ):
         self.arguments, self.rule, self.padding, self.positions, self.documents = arguments, rule, padding, positions, documents
-        self.seeing = seeing
+        self.seeing, self.averages = seeing, False
         self.said, self.exchange = rule, exchange_of(arguments.get("config"))
         self.whole: Optional[Tuple[torch.Tensor, Optional[AttentionPlan]]] = None
         self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
@@ -209,7 +209,7 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         return _visible_to_a_tracer(arguments)
     if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
         arguments["q_offset"] = q_offset.clone()
-    rule, padding, sees = None, None, False
+    rule, padding, sees, averages = None, None, False, attention_mask is not None and averages_for_padding(config)
     if not kwargs.get("use_vmap") and kv_length >= q_length and q_offset == 0 and kv_offset == 0:
         rule = rule_of(arguments["mask_function"])
     said = rule
@@ -217,14 +217,24 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
         # Padding after a row's tokens sees them in transformers, and would see nothing here. Padding in front of them sees nothing, which
-        # gives zeros, but the mean of all values in eager attention, the one for capped scores.
-        seeing = kind == BESIDE or (kind == BEFORE and caps_scores(config))
-        sees = kind == BESIDE and lets_padding_see(config) and rule.packed is None and not caps_scores(config)
+        # gives zeros, but the mean of all values in eager attention.
+        seeing = kind == BESIDE or (kind == BEFORE and averages)
+        sees = kind == BESIDE and lets_padding_see(config) and rule.packed is None and not averages
         unknown = kind == BETWEEN or (seeing and is_chosen(config) and not sees)
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
     visible = Visible(arguments, rule, padding, seeing=sees)
-    visible.said = said
+    visible.said, visible.averages = said, averages
     return visible
+
+
+def averages_for_padding(config) -> bool:
+    """Tells whether transformers' attention gives the mean of all values for tokens that see none: eager attention does, the one for capped
+    scores and of models that do not support SDPA, but not where there are sinks, which take all of the weight. It may say no for a model
+    that asked for ours by name."""
+    if caps_scores(config) or not (is_eager(config) and is_chosen(config)):
+        return caps_scores(config)
+    layers = getattr(getattr(config, CHOICE).decoder(), "layers", ())
+    return not all(getattr(getattr(layer, "self_attn", None), "sinks", None) is not None for layer in layers)
 
 
 def caps_scores(config) -> bool:

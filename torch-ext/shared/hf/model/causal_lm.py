@@ -32,6 +32,7 @@ SAID = SAVED + "said"  # on a causal LM: the reasons for which it made logits, t
 WANTED = ("loss", "model")  # reasons for logits that are the user's own wish: a loss or a forward of their own
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
+TAKEN = ("source", "target")  # what transformers' loss calls its logits and labels, so that arguments of these names raise there
 
 # Of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`.
 OPTIONS = ("class_weight", "reduction", *(name for name in CrossEntropyOptions._fields if name != "ignore_index"))
@@ -58,6 +59,17 @@ def _items(num_items_in_batch, kwargs):
     raise ValueError("num_items and num_items_in_batch are both given, expected one of them: they are two names of the same number")
 
 
+def _unless_zero(num_items, target: torch.Tensor, ignore_index: int):
+    """The number of items; NaN where it is 0 and labels count. transformers' loss is infinite there, and the operation's would be 0."""
+    if num_items is None or not isinstance(num_items, torch.Tensor) and num_items != 0:
+        return num_items
+    wrong = (target != ignore_index).any()
+    if not isinstance(num_items, torch.Tensor):
+        return float("nan") if wrong else num_items
+    num_items = num_items.to(target.device, non_blocking=True)
+    return torch.where((num_items == 0) & wrong, float("nan"), num_items)
+
+
 def _like_items(found, num_items):
     """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then. It is no
     view: Trainer multiplies it in place, and autograd would forget the hook that FSDP1 has put on a view."""
@@ -82,6 +94,7 @@ def causal_lm_loss(hidden, weight, bias, labels, /, num_items_in_batch=None, ign
         hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = shift(labels, shift_labels, ignore_index).to(hidden.device)
+    num_items = _unless_zero(num_items, target, ignore_index)
     options = _on(hidden.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         found = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items, **options)
@@ -121,6 +134,8 @@ class _WithLoss:
         return getattr(self.whole, name)
 
     def loss_function(self, logits, labels, vocab_size, **kwargs):
+        for name in filter(kwargs.__contains__, TAKEN):
+            raise TypeError(f"{name} is an argument of this model's call, which its loss has no use for. Leave it out, or call it labels")
         self.found = self.loss(logits, labels, vocab_size, kwargs)
         return self.found.loss if isinstance(self.found, LinearCrossEntropyOutput) else self.found
 
