@@ -47,6 +47,7 @@ GROUPS = (
             "test_moe_models.py": "torch_compile",
             "families/test_families.py": "torch_compile",
             "families/test_logits_flow.py": "torch_compile",
+            "families/test_layers_beside_a_row.py": "layers_in_a_graph",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
         },
     ),
@@ -219,6 +220,7 @@ GROUPS = (
             "attention/test_padding_adapters.py": "every_tuner_trains_as_without_us",
             "attention/test_padding_left_out.py": "whoever_reads_padding_reads_what_transformers_computes",
             "families/test_layers_of_all_types.py": "experts_in_every_way_of_training",
+            "families/test_layers_beside_a_row.py": "layers_are_read generation",
             "families/test_vision_towers.py": "a_training_step_behind_a_vision_tower lora_behind_a_vision_tower an_image_between_words",
             "capture/test_capture.py": "the_second_pass_is_recorded_and_gradients_have_the_same_bits gradients_accumulate "
             "other_shapes_run_as_before padding_that_attention_has_no_plan_for the_number_of_items_is_the_losses_alone reset_takes_it_off",
