@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import Step, compiled_step, random_tokens
+from tests.tolerances import relative_error
 from tests.versions import needs_compiler
 from tools.family_loss import built
 
@@ -234,7 +235,8 @@ def test_evaluation_and_reset_and_copies(decoders, make):
     expected = model(**BATCH)
     decoders.kernelize(model)
     found = model(**BATCH)
-    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    for mine, other in ((found.logits, expected.logits), (found.loss, expected.loss)):  # Cohere's branches are added in another order
+        assert torch.equal(mine, other) if make is bert else relative_error(mine, other) < 1e-6
     assert model(**BATCH, skip_logits=True).logits is None
     copied = copy.deepcopy(model).train()
     assert copied(**BATCH).logits is None
