@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import importlib
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = {"qwen3": ".", "gpt_oss": "packages/gpt-oss", "liger": "packages/liger", "decoders": "packages/decoders",
            "moe": "packages/moe", "qwen3_5": "packages/qwen3_5"}  # fmt: skip
 _file_of_last_test = None
+_loadings = itertools.count()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -206,9 +208,9 @@ qwen3_5_folder, loaded_qwen3_5, qwen3_5 = package_fixtures("qwen3_5", "packages/
 
 
 @contextlib.contextmanager
-def from_sources():
-    """The package that pip installs, from its sources, under a name of its own."""
-    name, sources = "bastile_front", REPOSITORY / "torch-ext" / "bastile"
+def from_sources(name: str):
+    """The package that pip installs, from its sources, under a name of its own: torch.compile keeps modules by their names."""
+    sources = REPOSITORY / "torch-ext" / "bastile"
     spec = importlib.util.spec_from_file_location(name, sources / "__init__.py", submodule_search_locations=[str(sources)])
     package = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
@@ -219,7 +221,7 @@ def from_sources():
 
 @pytest.fixture(scope="module", name="whole")
 def loaded_from_sources():
-    with from_sources() as package:
+    with from_sources(f"bastile_front_{next(_loadings)}") as package:
         yield package
 
 

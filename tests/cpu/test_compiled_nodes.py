@@ -88,7 +88,7 @@ def test_a_node_is_two_operators_with_the_bits_of_eager_mode(all_operations, nam
 def test_a_build_that_is_loaded_twice():
     """Its operators are those of the first loading, as in the second file of a test run that loads the package."""
     for _ in range(2):
-        with from_sources() as package:
+        with from_sources("bastile_twice") as package:
             run, _ = mixer(package, "plain")
             _, compiled = checks.operators_of(package, run)
             x = new(2, 3, HIDDEN)
