@@ -123,8 +123,10 @@ def test_what_a_configuration_may_change(package, calls, name, variant):
 
 
 def steps_of_batches(model):
-    """More of them for experts, as the gradient of a router is that of few numbers, and for StarCoder 2, whose keys are nearly alike."""
-    count = BATCHES * (4 if any("experts" in name or name.endswith("c_proj") for name, _ in model.named_modules()) else 1)
+    """Runs more of them for experts, as the gradient of a router is that of few numbers, and for StarCoder 2: one of its gradients errs by
+    1.39 of what it errs by without the layers in four batches, and by 1.05 in 32."""
+    more = model.config.model_type == "starcoder2" or any("experts" in name for name, _ in model.named_modules())
+    count = BATCHES * (4 if more else 1)
     return [without_few_numbers(step_of(model, input_ids=tokens, labels=tokens)) for tokens in random_tokens(count, 2, 21)]
 
 
@@ -342,7 +344,8 @@ def test_what_a_layer_is_only_taken_apart_without(package, calls, name, changes,
     assert f"{reason}, so the layer is called as it is" in {row.reason for row in package.explain(model).rows} and calls == []
     package.reset()
     step_of(package.kernelize(model)).assert_same(before, FACTOR)
-    assert calls == [] or "called" in {row.code for row in package.explain(model).rows}
+    rows = package.explain(model).rows
+    assert "called" in {row.code for row in rows} or f"{reason}, so the layer is called as it is" in {row.reason for row in rows}
 
 
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):

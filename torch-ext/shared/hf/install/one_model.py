@@ -167,7 +167,7 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     unread = not chosen or any("decoder_layer" in family.unknown for family, each in pairs_of if each is not None)
     read: List[Recognised] = []
     if shapes is not None:
-        read = [each for each in shapes.layers(model) if isinstance(each, Recognised)] if unread else shapes.layers_beside(model)
+        read = (shapes.layers if unread else shapes.layers_beside)(model)
     put_on(parts)
     others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
     if not put_losses_on(others) and not chosen and not parts and not read:

@@ -28,7 +28,7 @@ from ..parts.texts import globals_in, text_of
 from ..parts.weights import held
 from ..say.explain import explain, explain_losses
 from .layers import mlp_of, rms_norm_of
-from .recognised import Found, Recognised, Unread, decoders_in, read_of, recognise, why_attention_stays
+from .recognised import Recognised, Unread, decoders_in, read_of, recognise, why_attention_stays
 from .small_copy import experts_in
 
 __all__ = ["Shapes", "explanation", "put_on"]
@@ -59,15 +59,16 @@ class Shapes:
     def __init__(self, rows: Sequence[FusedLayer], experts: bool = False):
         self.rows, self.experts = rows, experts
 
-    def layers(self, model: nn.Module) -> List[Found]:
-        """Reads the layers of each decoder in a model, or says why they are not served."""
-        return [found for decoder in decoders_in(model) for found in recognise(decoder, self.experts)]
+    def layers(self, model: nn.Module) -> List[Recognised]:
+        """Reads the layers of each decoder in a model. Leaves out those that are not served."""
+        found = (each for decoder in decoders_in(model) for each in recognise(decoder, self.experts))
+        return [each for each in found if isinstance(each, Recognised)]
 
     def layers_beside(self, model: nn.Module) -> List[Recognised]:
         """Reads the layers of a model with a row that this row does not serve: with a mixer of tokens or experts that it does not know."""
         classes = [(own, getattr(sys.modules.get(own.modeling), own.classes[0], None)) for own in self.rows if own.family.absent]
         left = {module for module in model.modules() for own, cls in classes if cls and isinstance(module, cls) and own.why_other(module)}
-        read = [found.among(left) for found in (self.layers(model) if left else ()) if isinstance(found, Recognised)]
+        read = [found.among(left) for found in (self.layers(model) if left else ())]
         return [found for found in read if found.layers]
 
     def put_on_layers(self, found: Recognised, told: Mapping[str, Any]) -> List[nn.Module]:

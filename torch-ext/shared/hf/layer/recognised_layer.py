@@ -101,7 +101,7 @@ class RecognisedLayer(FusedLayer):
         return Reason("called", self.called[name])
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
-        """As of `FusedLayer`; attention is told what the layer's own forward tells it."""
+        """Extends `FusedLayer.mix`: attention receives only the arguments that the layer's own forward passes to it."""
         if not self.calls_attention:
             kwargs = self._handed_on(kwargs)
         return super().mix(layer, x, attention_mask, cache, position_embeddings, kwargs)

@@ -105,8 +105,7 @@ def _scores(scored: Scored, router, weight: torch.Tensor) -> Union[Scores, Reaso
 
 
 def _shared_or_reason(own: OwnForwards, sparse: Sparse, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
-    """Takes the expert that every token goes to apart. parts: of the block, or of the
-    layer."""
+    """Takes apart the expert that every token goes to. parts: of the block or of the layer, whichever holds it."""
     name = sparse.shared
     expert, weight = parts[name], None
     inner = expert.__dict__["_modules"]
