@@ -28,7 +28,7 @@ from ..parts.weights import weight_within
 from . import layers as made
 from .small_copy import Small, check_on_copy, on_the_side, small_copy
 
-__all__ = ["Found", "Recognised", "Unread", "decoders_in", "put_norms", "read_of", "recognise", "why_attention_stays"]
+__all__ = ["Recognised", "Unread", "decoders_in", "put_norms", "read_of", "recognise", "why_attention_stays"]
 
 # What fused layers rely on beside the forwards that are read: their texts have to be those of tested releases.
 RELIED_ON = "transformers.modeling_layers", "transformers.activations", "transformers.integrations.moe"
