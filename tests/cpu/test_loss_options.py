@@ -43,6 +43,14 @@ def test_an_ignore_index_of_32_bits(suite_ops, name, ignored):
     torch.testing.assert_close(LOSSES[name](suite_ops, rest, ignore_index=ignored), LOSSES[name](suite_ops, expected))
 
 
+@pytest.mark.parametrize("name", ("linear_cross_entropy", "cross_entropy"))
+@pytest.mark.parametrize("items", (0, 0.0, torch.tensor(0), torch.tensor([0.0])), ids=str)
+def test_a_loss_of_no_items_is_infinite_unless_no_label_counts(suite_ops, name, items):
+    """As the division is; a loss of 0 would hide a wrong count."""
+    assert LOSSES[name](suite_ops, LABELS, num_items=items).isposinf().all()
+    assert LOSSES[name](suite_ops, torch.full_like(LABELS, -100), num_items=items).eq(0).all()
+
+
 @pytest.mark.parametrize("name", ("linear_cross_entropy", "linear_jsd"))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64, torch.int32))
 def test_an_accum_dtype_that_nothing_is_added_up_in_is_named(suite_ops, name, dtype):

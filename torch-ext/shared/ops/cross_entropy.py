@@ -312,9 +312,13 @@ def output_of(loss, rows: TokenLosses, scale, target, options) -> Union[torch.Te
 
 
 def reduction_scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
-    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed."""
+    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed. It is 0 for a mean over no label, and
+    infinite for num_items=0 where labels count."""
+    of_none: Union[float, torch.Tensor] = 0.0
     if num_items is not None:
         items = _on_device(num_items, target.device).to(dtype)
+        if isinstance(num_items, torch.Tensor) or num_items == 0:
+            of_none = torch.where((target != options.ignore_index).any(), float("inf"), 0.0).to(dtype)
     elif reduction == "none":
         return None
     elif reduction == "sum":
@@ -325,7 +329,7 @@ def reduction_scale(target, classes, class_weight, options, reduction, num_items
             items = counted.sum().to(dtype)
         else:
             items = torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()
-    return torch.where(items == 0, 0.0, 1.0 / items).to(dtype).view(1)
+    return torch.where(items == 0, of_none, 1.0 / items).to(dtype).view(1)
 
 
 def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:

@@ -59,17 +59,6 @@ def _items(num_items_in_batch, kwargs):
     raise ValueError("num_items and num_items_in_batch are both given, expected one of them: they are two names of the same number")
 
 
-def _unless_zero(num_items, target: torch.Tensor, ignore_index: int):
-    """The number of items; NaN where it is 0 and labels count. transformers' loss is infinite there, and the operation's would be 0."""
-    if num_items is None or not isinstance(num_items, torch.Tensor) and num_items != 0:
-        return num_items
-    wrong = (target != ignore_index).any()
-    if not isinstance(num_items, torch.Tensor):
-        return float("nan") if wrong else num_items
-    num_items = num_items.to(target.device, non_blocking=True)
-    return torch.where((num_items == 0) & wrong, float("nan"), num_items)
-
-
 def _like_items(found, num_items):
     """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then. It is no
     view: Trainer multiplies it in place, and autograd would forget the hook that FSDP1 has put on a view."""
@@ -94,7 +83,6 @@ def causal_lm_loss(hidden, weight, bias, labels, /, num_items_in_batch=None, ign
         hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = shift(labels, shift_labels, ignore_index).to(hidden.device)
-    num_items = _unless_zero(num_items, target, ignore_index)
     options = _on(hidden.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         found = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items, **options)
