@@ -231,6 +231,38 @@ def test_position_ids_of_a_padded_batch_stay_those_of_its_tokens(chosen, monkeyp
     assert set(tokens) == {sum(LENGTHS)}
 
 
+ANGLES = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    "longrope": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.1] * 32, "long_factor": [3.0] * 32,
+                 "original_max_position_embeddings": 48},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("angles", ANGLES)
+@pytest.mark.parametrize("batch", ("right", "left", "alone"))
+def test_angles_follow_the_length_of_the_batch(chosen, angles, batch, monkeypatch):
+    """Which is that of the longest row with its padding: here longer than any text, and than what a model was trained with."""
+    package, make = chosen("qwen3")
+    more, sizes = {"max_position_embeddings": 48, "rope_parameters": ANGLES[angles]}, []
+    noted_lengths(package, monkeypatch, sizes)
+    if batch == "alone":
+        batches = [{"input_ids": torch.arange(n)[None] % 50} for n in (65, 66, 71, 77, 131)]
+    else:
+        short = padded(batch, (9, 23, 40, 41))
+        wider = torch.zeros(4, 15, dtype=torch.long)
+        batches = [{name: torch.cat((each, wider) if batch == "right" else (wider, each), 1) for name, each in short.items()}] * 2
+    found = []
+    for model in (make(**more), package.kernelize(make(**more))):
+        for given in batches:
+            mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+            labels = given["input_ids"].masked_fill(mask.cumsum(1) <= 1, -100).masked_fill(mask == 0, -100)
+            loss = model(**given, labels=labels, use_cache=False).loss
+            loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(found[1], found[0])
+    assert sizes == ([65, 66, 71, 77, 131] if batch == "alone" else [116, 116])
+
+
 def test_a_plan_is_remembered_for_its_positions(qwen3):
     """Takes two documents of two tokens, then one of four."""
     masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.attention.masks")

@@ -210,6 +210,12 @@ def _lengths_vary(decoder, tokens: int) -> bool:
     return len(lengths) == FEW
 
 
+def _angles_follow_the_length(decoder) -> bool:
+    """Tells whether the angles of all tokens follow from the largest position of their batch, as those of "dynamic" and "longrope" do."""
+    kind = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "")
+    return any("dynamic" in one or one == "longrope" for one in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
 def may_change(kwargs: Dict[str, Any]) -> bool:
     """Tells by the arguments of a forward whether they are of a batch with a mask of padding, or of one row."""
     mask, given = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
@@ -256,7 +262,8 @@ def without_padding(
         return kwargs, None
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
     alone = batch == 1 and (mask is None or bool(mask.all()))
-    grows = alone and _lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens
+    follows = _angles_follow_the_length(decoder)
+    grows = alone and not follows and _lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens
     if alone and not (grows and (positions is None or positions.dim() == 2)):
         return kwargs, None
     weight, device = weight_within(embedding), given.device
@@ -283,11 +290,13 @@ def without_padding(
         if not seen.numel():
             return kwargs, None
         positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)
-    more = _row_length(model, seen.numel()) - seen.numel()
+    # The largest position of the batch may be one of padding. The tail has it.
+    more = _row_length(model, seen.numel() + follows) - seen.numel()
     embeds = embedding(ids) if embeds is None else embeds
     found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
     if positions is not None:
-        found["position_ids"] = torch.cat((positions.flatten()[seen], torch.arange(more, dtype=positions.dtype, device=device)))[None]
+        tail = positions.amax() - torch.arange(more, dtype=positions.dtype, device=device).flip(0)
+        found["position_ids"] = torch.cat((positions.flatten()[seen], tail))[None]
     if not alone:
         row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
         found["attention_mask"] = masks_of_layers(config, lambda kind: visible_documents(config, kind, row))
