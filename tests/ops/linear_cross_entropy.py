@@ -330,7 +330,7 @@ MUTANTS = [
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_reduced",
          ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,")),
     *errors_in("shared/ops/cross_entropy.py", "loss_nothing_counted", "reduction_scale",
-               ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+               ("torch.where(items == 0, of_none, 1.0 / items)", "(1.0 / items)")),
     *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "reduction_scale",
          ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
     *errors_in("shared/ops/cross_entropy.py", "loss_returns", "output_of",
