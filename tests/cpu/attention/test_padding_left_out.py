@@ -69,8 +69,8 @@ def test_lengths_come_again(qwen3):
         assert 16 <= len(found) <= 32 and all(n <= rounded(n) <= n * 17 / 16 for n in range(1 << power, 2 << power))
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS, "qwen2"))
-@pytest.mark.parametrize("lengths", ((30, 35), (2, 33), (64, 80, 3)), ids=str)
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS, "qwen2", "ministral3"))
+@pytest.mark.parametrize("lengths", ((30, 35), (2, 33), (64, 80, 3), (3, 1) * 45), ids=lambda lengths: str(lengths[:3]))
 def test_tokens_of_no_text_change_nothing(chosen, family, lengths, monkeypatch):
     package, make = chosen(family)
     batch = padded("right", lengths)

@@ -295,7 +295,7 @@ def without_padding(
     embeds = embedding(ids) if embeds is None else embeds
     found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
     if positions is not None:
-        tail = positions.amax() - torch.arange(more, dtype=positions.dtype, device=device).flip(0)
+        tail = (positions.amax() - torch.arange(more, dtype=positions.dtype, device=device).flip(0)).clamp(min=0)
         found["position_ids"] = torch.cat((positions.flatten()[seen], tail))[None]
     if not alone:
         row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
