@@ -139,9 +139,9 @@ def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, 
     assert not plans
 
 
-@pytest.mark.parametrize("family", ("qwen3", "gemma3_text"))
-def test_sinks_given_to_a_call_are_ignored_as_by_sdpa(chosen, family):
-    """The model has none, and ours was chosen in SDPA's place."""
+@pytest.mark.parametrize("family", ("qwen3", "gemma3_text", "gemma2"))
+def test_sinks_given_to_a_call_are_ignored_as_by_transformers(chosen, family):
+    """The model has none, and ours was chosen in the place of SDPA, of Gemma 2 in that of eager attention."""
     package, make = chosen(family)
     model = make()
     expected = step(model, packed())

@@ -50,8 +50,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     Ulysses is in force, `attend_in_whole_rows` runs.
     """
     visible, config = attention_mask, getattr(module, "config", None)
-    if s_aux is not None and not is_eager(config) and is_chosen(config):
-        s_aux = None  # an argument of the model's call, which SDPA, in whose place ours is, does not know
+    if s_aux is not None and is_chosen(config) and not (is_eager(config) and hasattr(module, "sinks")):
+        s_aux = None  # an argument of the model's call, which the function in whose place ours is does not know
     if not isinstance(visible, Visible):
         if is_visible(visible):  # of another loaded package, which has the kernels for it
             return visible.attend(module, query, key, value, visible, scaling, dropout, s_aux, **kwargs)
