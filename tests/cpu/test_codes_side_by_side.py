@@ -64,7 +64,7 @@ def test_no_pass_joins_codes(few, qwen3, monkeypatch, first, options):  # noqa: 
 @pytest.mark.parametrize("options", ({}, {"recompute_mlp": True}), ids=("", "recomputed"))
 def test_no_plan_copies_codes(few, qwen3, options):  # noqa: F811
     few(qwen3)
-    ids, results = random_tokens(2, 16), []
+    ids, results = random_tokens(1, 16), []
     with interpreting(runtime_of(qwen3), operations(ROOT)):
         model = adapted(qwen3.eight_bits(frozen(num_hidden_layers=1, intermediate_size=512)), checkpointed=False)
         # Codes and scales of gate and up are copied where they are apart.
