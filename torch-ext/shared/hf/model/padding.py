@@ -290,12 +290,13 @@ def without_padding(
         if not seen.numel():
             return kwargs, None
         positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)
-    # The largest position of the batch may be one of padding. The tail has it.
     more = _row_length(model, seen.numel() + follows) - seen.numel()
     embeds = embedding(ids) if embeds is None else embeds
     found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
     if positions is not None:
-        tail = (positions.amax() - torch.arange(more, dtype=positions.dtype, device=device).flip(0)).clamp(min=0)
+        tail = torch.arange(more, dtype=positions.dtype, device=device)
+        if follows:  # the batch's largest position, which may be one of padding
+            tail[-1] = positions.amax()
         found["position_ids"] = torch.cat((positions.flatten()[seen], tail))[None]
     if not alone:
         row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
