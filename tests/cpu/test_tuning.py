@@ -46,7 +46,7 @@ def runtime(package, tmp_path, monkeypatch):
     monkeypatch.setattr(found.tuning, "ROUNDS", 3)
     monkeypatch.setattr(found.tuning, "TOKENS", 1)
     monkeypatch.setattr(found.tuning, "TIMED_TOKENS", (3, 2))
-    # What has no candidates, and would be most of what is interpreted here.
+    # column_sum has no candidates, and interpreting it would take most of the time.
     of_norms = importlib.import_module(f"{package.__name__}.shared.ops.rms_norm_kernels")
     monkeypatch.setattr(of_norms, "column_sum", lambda partial, dtype: partial.sum(0).to(dtype))
     found.seconds, found.timed = {}, []

@@ -141,7 +141,7 @@ def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, 
 
 @pytest.mark.parametrize("family", ("qwen3", "gemma3_text", "gemma2"))
 def test_sinks_given_to_a_call_are_ignored_as_by_transformers(chosen, family):
-    """The model has none, and ours was chosen in the place of SDPA, of Gemma 2 in that of eager attention."""
+    """The model has none. Bastile's attention stands in for SDPA or, in Gemma 2, for eager attention."""
     package, make = chosen(family)
     model = make()
     expected = step(model, packed())

@@ -241,7 +241,7 @@ ANGLES = {
 @pytest.mark.parametrize("angles", ANGLES)
 @pytest.mark.parametrize("batch", ("right", "left", "alone"))
 def test_angles_follow_the_length_of_the_batch(chosen, angles, batch, monkeypatch):
-    """Which is that of the longest row with its padding: here longer than any text, and than what a model was trained with."""
+    """Padding counts towards that length: here it is longer than any text, and than the model's trained length."""
     package, make = chosen("qwen3")
     more, sizes = {"max_position_embeddings": 48, "rope_parameters": ANGLES[angles]}, []
     noted_lengths(package, monkeypatch, sizes)

@@ -312,8 +312,8 @@ def output_of(loss, rows: TokenLosses, scale, target, options) -> Union[torch.Te
 
 
 def reduction_scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
-    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed. It is 0 for a mean over no label, and
-    infinite for num_items=0 where labels count."""
+    """Returns the factor that turns the sum of the losses into the result, [1] on target's device, or None for reduction="none". The factor
+    is 0 if no label counts for a mean, and infinite if num_items is 0 although labels count."""
     of_none: Union[float, torch.Tensor] = 0.0
     if num_items is not None:
         items = _on_device(num_items, target.device).to(dtype)
