@@ -1,9 +1,10 @@
-"""Tests of what lies below hf/: their outcome follows from files alone, so `make test` leaves them out while these are what they were when
-the tests last passed. `make test-rest` has them in any case. `python -m tests.settled` runs them, and records the digest of the files.
+"""Tests of what lies below hf/: their outcome follows from files alone, so they are left out while these are what they were when the tests
+last passed. `python -m tests.settled` runs them all, and records the digest of the files. `make test-rest` has the first case of each
+function in any case, which shows that the record also holds where a test runs: with another Python, or on another processor.
 
 The files are those of the interpreter, the kernels, and the package's runtime, ops and decoder, the optimizer and the self check, the
-names that the packages offer, the tests themselves, and whatever these import; with the releases of PyTorch and cuda-tile. Comments and
-docstrings do not count.
+names that the packages offer, the tests themselves, and whatever these import but what only selects tests; with the releases of PyTorch and
+cuda-tile. Comments and docstrings do not count.
 """
 
 import argparse
@@ -47,13 +48,14 @@ BELOW = ("interpreter/*.py", "kernel_src/*.py", *(f"torch-ext/shared/{part}/*.py
          "torch-ext/shared/hf/optimizer.py", "torch-ext/shared/hf/say/self_check.py", "torch-ext/qwen3/*.py",
          "packages/*/torch-ext/*/*.py", "tests/conftest.py", "tests/cpu/conftest.py")  # fmt: skip
 NAMED = "kernels.toml", "packages/*/kernels.toml"  # no Python
+SELECTS = {"tests/settled.py", "tests/whole.py"}  # which tests run, and not what they do
 
 
 def parts(root: Path = ROOT) -> set[str]:
     """The files, as `Sources.digest` takes them."""
     tests = {path for name in SETTLED for path in imported(f"tests/cpu/{name}")}
     found = {str(path.relative_to(root)) for pattern in BELOW for path in root.glob(pattern)}
-    return {f"{path}:{WHOLE}" for path in tests | found}
+    return {f"{path}:{WHOLE}" for path in (tests | found) - SELECTS}
 
 
 def digest(root: Path = ROOT) -> str:
@@ -77,10 +79,13 @@ def is_settled(name: str) -> bool:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Marks the tests that are for `make test-rest` alone while nothing has changed."""
+    """Marks the tests while nothing has changed: the first case of each function for `make test-rest`, the others as known."""
+    seen: set[str] = set()
     for item in items:
-        if is_settled(item.nodeid.partition("[")[0]) and is_current():
-            item.add_marker(pytest.mark.whole)
+        name = item.nodeid.partition("[")[0]
+        if is_settled(name) and is_current():
+            item.add_marker(pytest.mark.known if name in seen else pytest.mark.whole)
+            seen.add(name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

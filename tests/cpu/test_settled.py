@@ -1,4 +1,4 @@
-"""Which tests of what lies below hf/ `make test` leaves out, and when it does not."""
+"""Which tests of what lies below hf/ are left out, and when they are not."""
 
 import re
 import shutil
@@ -61,10 +61,16 @@ def test_only_settled_tests_are_left_out_and_only_while_nothing_has_changed(reco
     monkeypatch.setattr(settled, "RECORD", tmp_path / "settled.txt")
     (tmp_path / "settled.txt").write_text(f"{settled.digest() if recorded else 'another'}\n")
     names = "kernels.py::test_rotary", "operations.py::test_operation", "operations.py::test_a_gpu_runs", "saving.py::test_a"
-    items = [Item(f"tests/cpu/test_{name}", dtype="bf16") for name in names]
+    items = [Item(f"tests/cpu/test_{name}", dtype=dtype) for name in names for dtype in ("bf16", "fp32")]
     settled.mark(items)
     settled.is_current.cache_clear()
-    assert [bool(item.marks) for item in items] == [recorded, recorded, False, False]
+    left_out = [["whole"], ["known"]] * 2 if recorded else [[]] * 4
+    assert [[mark.name for mark in item.marks] for item in items] == [*left_out, [], [], [], []]
+
+
+@pytest.mark.parametrize("path", sorted(settled.SELECTS))
+def test_what_only_selects_tests_does_not_count(path):
+    assert (ROOT / path).exists() and f"{path}:{WHOLE}" not in settled.parts()
 
 
 @pytest.mark.parametrize("options", (["--help"], ["-k", "nothing"], ["--collect-only"]))
