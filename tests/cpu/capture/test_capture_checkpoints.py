@@ -155,6 +155,23 @@ def test_checkpoints_that_are_switched_on_and_off(package, tiny_model):
 
 
 @one_family
+def test_checkpoints_that_are_off_between_two_passes(package, tiny_model):
+    """As in the reference pass of TRL's trainers: transformers makes another function for the same checkpoints, and nothing is recorded."""
+    model, plain = tiny_model(), tiny_model()
+    enable(model, plain)
+    package.capture(package.kernelize(model), *SHAPE), package.kernelize(plain)
+    for seed in range(10):
+        assert compare(model, plain, seed) == (whole() if seed else 0)
+        for m in (model, plain):
+            m.gradient_checkpointing_disable()
+            with torch.no_grad():
+                loss_of(m, seed)
+        enable(model, plain)
+    enable(model, plain, determinism_check="none")  # other checkpoints, which are recorded
+    assert [compare(model, plain, seed) for seed in range(3)] == [0, whole(), whole()]
+
+
+@one_family
 def test_every_second_layer_is_checkpointed(package, tiny_model):
     model, plain = (package.kernelize(tiny_model(num_hidden_layers=4)) for _ in range(2))
     enable(model, plain)

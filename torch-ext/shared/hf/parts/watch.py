@@ -1,6 +1,7 @@
 """Notices whether modules are still what they were: of the same classes, the same weights at the same place, submodules, settings,
 functions that they call by name, and no hooks."""
 
+import functools
 import operator
 import sys
 import weakref
@@ -48,6 +49,7 @@ class Watch:
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
+        partial: List[Tuple[dict, str, Any]] = []
         for part in parts:
             state = part.__dict__
             self.hooks += [state[name] for name in HOOKS]
@@ -64,9 +66,11 @@ class Watch:
                         equal.append((held, key, value if isinstance(value, tuple) else value.copy()))
                     elif type(value) in SIMPLE and type(value) is not bool or key == "forward":
                         equal.append((held, key, value))
+                    elif isinstance(value, functools.partial):
+                        partial.append((held, key, value))
                     else:
                         identical.append((held, key, value))
-        self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
+        self.identical, self.equal, self.partial = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal, partial))
         self.configs = list(configs.values())
         attentions = dict(map(_attention_of, self.configs))
         if attentions:  # ours may call SDPA, too
@@ -93,8 +97,21 @@ class Watch:
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
             return False
+        owners, keys, values = self.partial
+        if not all(map(_is_same_call, map(dict.get, owners, keys), values)):
+            return False
         owners, keys, values = self.equal
         return all(map(operator.eq, map(dict.get, owners, keys), values))
+
+
+def _is_same_call(found: Any, partial: functools.partial) -> bool:
+    """Tells whether a value calls what a partial does: transformers makes another one for the same checkpoints each time that they are
+    switched on, as TRL does in each pass for its reference."""
+    if found is partial:
+        return True
+    if type(found) is not type(partial) or found.func is not partial.func or found.args or partial.args:
+        return False
+    return _is_simple(found.keywords) and _is_simple(partial.keywords) and found.keywords == partial.keywords
 
 
 def _is_simple(container) -> bool:
