@@ -37,6 +37,7 @@ __all__ = [
 
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 
+DESCRIBED = SAVED + "described"  # on a forward of ours: the one whose annotations it has
 SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves
 WRAPPERS = ("peft.", "torch.distributed.", "torch._dynamo.")  # whose modules call the one inside them with what they are called with
 PLANS = "transformers.distributed."  # how the modules begin whose functions a plan of transformers' puts around forwards
@@ -63,6 +64,9 @@ def describe(function, original):
     """Gives a forward of ours the annotations and the docstring of the one that it replaces: transformers reads them. Where a release has
     fewer arguments than ours, or ours are named by a signature alone, it gives that too: the Hub compares their numbers, and a trainer the
     names."""
+    if vars(function).get(DESCRIBED) is original:
+        return
+    setattr(function, DESCRIBED, original)
     function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
     signature = inspect.signature(original)
     if "__signature__" in vars(function) or len(inspect.signature(function).parameters) > len(signature.parameters):

@@ -119,6 +119,7 @@ def texts_of(targets, operation: str) -> List[Text]:
     return list(dict.fromkeys(found))
 
 
+@functools.lru_cache(maxsize=64)
 def source_of(module: str) -> str:
     """The source of a module of the installed transformers, which is not imported for it; "" where there is none."""
     package = importlib.util.find_spec("transformers")

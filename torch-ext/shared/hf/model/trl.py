@@ -21,7 +21,7 @@ import sys
 import textwrap
 from importlib.abc import MetaPathFinder
 from types import MethodType, ModuleType
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -189,15 +189,18 @@ class StandIn:
 
 
 def _modules() -> List[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if module is not None and (name == "trl" or name.startswith("trl."))]
+    names = [name for name in list(sys.modules) if name.startswith("trl")]  # a process may have ten thousand others
+    found = [sys.modules.get(name) for name in names if name.partition(".")[0] == "trl"]
+    return [module for module in found if module is not None]
 
 
-def _bind(old, new) -> None:
-    """Replaces one object by another in every module of TRL that holds it."""
-    for module in _modules():
+def _bind(pairs: Sequence[Tuple[Any, Any]]) -> None:
+    """Replaces the first object of each pair by the second in every module of TRL that holds it."""
+    replaced = {id(old): new for old, new in pairs if old is not new}
+    for module in _modules() if replaced else ():
         for name, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, name, new)
+            if id(value) in replaced:
+                setattr(module, name, replaced[id(value)])
 
 
 def _say_what_is_lost() -> None:
@@ -212,23 +215,23 @@ def _warn(text: str) -> None:
     warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", stacklevel=4)
 
 
-def _put(module: ModuleType) -> None:
-    """Replaces what a module of TRL defines by ours, where it is as expected."""
+def _put(module: ModuleType) -> List[Tuple[Any, Any]]:
+    """Returns what a module of TRL defines with ours for it, where it is as expected, for `_bind`."""
     if module.__name__ == USER and not hasattr(module, NAME_THERE):
         _warn(f"{USER} has no {NAME_THERE}, in whose place log_probs=True puts a faster one")
     place = next((place for place in PLACES if place.module == module.__name__), None)
     if place is None:
-        return
+        return []
     found: Any = getattr(module, place.name, None)
     original = getattr(found, ORIGINAL, found)
     arguments = () if original is None else tuple(inspect.signature(getattr(original, "forward", original)).parameters)
     if arguments != place.takes():
         what = f"has no {place.name}" if original is None else f"has {place.name} with the arguments {', '.join(arguments)}"
         _warn(f"{place.module} {what}, where {', '.join(place.takes())} are expected")
-        return
+        return []
     stand_in = found if hasattr(found, ORIGINAL) else StandIn(original)
     stand_in.give(__name__, place.ours(original))
-    _bind(found, stand_in)
+    return [(found, stand_in)]
 
 
 class _WhenImported(MetaPathFinder):
@@ -256,7 +259,7 @@ class _WhenImported(MetaPathFinder):
         def exec_module(module):
             execute(module)
             if self in sys.meta_path:
-                _put(module)
+                _bind(_put(module))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -270,8 +273,7 @@ def put() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     sys.meta_path.insert(0, _finder)
-    for name in {USER, *(place.module for place in PLACES)} & sys.modules.keys():
-        _put(sys.modules[name])
+    _bind([pair for name in {USER, *(place.module for place in PLACES)} & sys.modules.keys() for pair in _put(sys.modules[name])])
 
 
 def take_back() -> None:
@@ -279,18 +281,17 @@ def take_back() -> None:
     _of_loss.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    for stand_in in _stand_ins():
-        if not stand_in.take(__name__):
-            _bind(stand_in, getattr(stand_in, ORIGINAL))
+    _bind([(stand_in, getattr(stand_in, ORIGINAL)) for stand_in in _stand_ins() if not stand_in.take(__name__)])
 
 
 def _leave() -> None:
     """Leaves TRL its own, whichever loaded packages have put theirs there."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "bastile_trl", False)]
-    for stand_in in _stand_ins():
+    stand_ins = _stand_ins()
+    for stand_in in stand_ins:
         for owner in list(stand_in.owners):
             stand_in.take(owner)
-        _bind(stand_in, getattr(stand_in, ORIGINAL))
+    _bind([(stand_in, getattr(stand_in, ORIGINAL)) for stand_in in stand_ins])
 
 
 def _stand_ins() -> List[Any]:

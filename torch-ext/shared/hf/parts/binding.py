@@ -113,8 +113,5 @@ def remember(module) -> None:
 
 def bound_modules() -> list:
     """Lists the modules that hold a forward which any loaded copy of this package bound, also those that gc.freeze() hides."""
-    found = {}
-    for loaded in list(sys.modules.values()):
-        for module in getattr(loaded, "__dict__", {}).get(BOUND, ()):
-            found[id(module)] = module
-    return list(found.values())
+    copies = [sys.modules.get(name) for name in list(sys.modules) if name.endswith(".binding")]  # the name of this file
+    return list({id(module): module for copy in copies for module in getattr(copy, "__dict__", {}).get(BOUND, ())}.values())
