@@ -33,13 +33,9 @@ GROUPS = (
         "a model compiles for 5 to 30 seconds; each operation is compiled in `make test`, forward and backward",
         {
             "test_compile.py": "a_compiled_model_runs_the_kernels_that_it_runs_otherwise what_people_train_is_fused_when_compiled "
-            "the_gradient_of_the_embedding_is_eager_modes_bit_for_bit a_replaced_forward_runs_when_compiled "
-            "export attention_has_a_mask_when_compiled_where_one_was_given",
-            "test_compiled_numbers.py": "a_model_with_symbols_for_its_numbers",
+            "a_replaced_forward_runs_when_compiled export attention_has_a_mask_when_compiled_where_one_was_given",
             "test_eight_bits.py": "a_compiled_model_has_them",
             "test_expert_adapters.py": "torch_compile",
-            "test_states_of_four_bits.py": "a_compiled_model_calls_the_experts",
-            "test_host_embeddings.py": "ddp_and_a_graph",
             "attention/test_attention_batches.py": "compile",
             "test_layers.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
@@ -47,7 +43,6 @@ GROUPS = (
             "test_moe_models.py": "torch_compile",
             "families/test_families.py": "torch_compile",
             "families/test_logits_flow.py": "torch_compile",
-            "families/test_layers_beside_a_row.py": "layers_in_a_graph",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
         },
     ),
@@ -61,7 +56,12 @@ GROUPS = (
             "test_compile.py": "adapters_that_are_switched_compile_again dropout_of_an_adapter_is_drawn_when_compiled "
             "nothing_that_the_first_step_learns_makes_the_second_one_compile a_compiled_mlp_is_made_again "
             "a_compiled_model_evaluates_in_training_mode_without_gradients a_compiled_mlp_is_computed_in_tiles "
-            "a_model_compiles_with_inductor a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more",
+            "a_model_compiles_with_inductor a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more "
+            "the_gradient_of_the_embedding_is_eager_modes_bit_for_bit",
+            "test_compiled_numbers.py": "a_model_with_symbols_for_its_numbers",
+            "test_states_of_four_bits.py": "a_compiled_model_calls_the_experts",
+            "test_host_embeddings.py": "ddp_and_a_graph",
+            "families/test_layers_beside_a_row.py": "layers_in_a_graph",
             "test_qwen3_5_vision.py": "torch_compile",
             "test_qwen3_5_documents.py": "torch_compile",
             "families/test_families.py": "attention_of_a_decoder_with_one_mask_has_none_when_compiled "
@@ -175,12 +175,14 @@ GROUPS = (
         },
     ),
     Group(
-        "TRL's trainers in two processes, DeepSpeed",
+        "TRL's trainers in two processes, DeepSpeed, expert and sequence parallelism in any order",
         "the first case of each test",
         first,
         "the same",
         {
-            "test_parallel.py": "trainers_of_trl_in_two_processes trl_in_parallel",
+            "test_parallel.py": "trainers_of_trl_in_two_processes trl_in_parallel fsdp1_of_other_layers",
+            "test_expert_parallel.py": "expert_parallel_in_any_order save_under_expert_parallelism",
+            "test_sequence_parallel.py": "ulysses_in_any_order ulysses_over_four ulysses_by_accelerate ulysses_by_a_trainer",
             "test_zero.py": "a_model_made_sharded checkpointing_under_zero gradients_under_zero lora_under_zero "
             "options_of_the_loss_under_zero other_ways_under_zero tied_embeddings_under_zero trainer_under_zero training_under_zero",
         },
@@ -202,6 +204,9 @@ GROUPS = (
             "checkpoint_around_one_layer gradient_checkpointing_of_a_model greedy_tokens hooks_hear_what_they_would_hear "
             "a_model_loaded_in_four_bits lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused "
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
+            "test_parallel.py": "eight_bits_in_parallel",
+            "test_expert_parallel.py": "expert_parallel",
+            "test_sequence_parallel.py": "ulysses_with_checkpoints",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
             "test_moe_models.py": "arguments lora gradient_checkpointing",
             "test_decoders.py": "heads_that_the_hub_turns_keep_their_dtype",
