@@ -49,7 +49,6 @@ class Watch:
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
-        partial: List[Tuple[dict, str, Any]] = []
         for part in parts:
             state = part.__dict__
             self.hooks += [state[name] for name in HOOKS]
@@ -64,13 +63,13 @@ class Watch:
                         self.tensors.append(value)
                     if isinstance(value, (list, tuple, set, dict)) and _is_simple(value):
                         equal.append((held, key, value if isinstance(value, tuple) else value.copy()))
-                    elif type(value) in SIMPLE and type(value) is not bool or key == "forward":
+                    elif type(value) in (*SIMPLE, functools.partial) and type(value) is not bool or key == "forward":
                         equal.append((held, key, value))
-                    elif isinstance(value, functools.partial):
-                        partial.append((held, key, value))
                     else:
                         identical.append((held, key, value))
-        self.identical, self.equal, self.partial = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal, partial))
+        self.identical, (*self.compared, values) = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
+        self.values = list(values)
+        self.calls = [_Call(value) if type(value) is functools.partial else value for value in values]
         self.configs = list(configs.values())
         attentions = dict(map(_attention_of, self.configs))
         if attentions:  # ours may call SDPA, too
@@ -97,21 +96,24 @@ class Watch:
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
             return False
-        owners, keys, values = self.partial
-        if not all(map(_is_same_call, map(dict.get, owners, keys), values)):
+        found = list(map(dict.get, *self.compared))
+        return found == self.values or found == self.calls  # a list's comparison takes what is identical for equal, in C
+
+
+class _Call:
+    """Equals every partial that calls the same: transformers makes another one for the same checkpoints each time that they are switched
+    on, as TRL does in each pass for its reference."""
+
+    def __init__(self, partial: functools.partial):
+        self.partial = partial
+
+    def __eq__(self, found) -> bool:
+        mine = self.partial
+        if found is mine:
+            return True
+        if type(found) is not functools.partial or found.func is not mine.func or found.args or mine.args:
             return False
-        owners, keys, values = self.equal
-        return all(map(operator.eq, map(dict.get, owners, keys), values))
-
-
-def _is_same_call(found: Any, partial: functools.partial) -> bool:
-    """Tells whether a value calls what a partial does: transformers makes another one for the same checkpoints each time that they are
-    switched on, as TRL does in each pass for its reference."""
-    if found is partial:
-        return True
-    if type(found) is not type(partial) or found.func is not partial.func or found.args or partial.args:
-        return False
-    return _is_simple(found.keywords) and _is_simple(partial.keywords) and found.keywords == partial.keywords
+        return _is_simple(found.keywords) and _is_simple(mine.keywords) and found.keywords == mine.keywords
 
 
 def _is_simple(container) -> bool:
