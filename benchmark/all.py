@@ -109,9 +109,9 @@ RUNS = {
     "lora_unsloth": steps(*LORA, "--providers", "unsloth", module="benchmark.benchmark_lora", seconds=280, shows="as_trained"),
     **{f"sft_{name}": steps(*arguments, "--providers", "huggingface,liger,bastile,bastile_captured", module="benchmark.benchmark_trainers",
                             measured=TRAINED, seconds=seconds, shows="trainers") for name, (arguments, seconds) in TRAINERS.items()},
-    **{name: steps("--trainer", "dpo", "--lora", "16", "--providers", providers, module="benchmark.benchmark_trainers",
-                   measured=TRAINED, seconds=seconds, shows="trainers")
-       for name, providers, seconds in (("dpo_padded", "huggingface,liger,bastile", 450), ("dpo_captured", "bastile_captured", 200))},
+    **{f"dpo_{name}": steps("--trainer", "dpo", "--lora", "16", "--providers", name, module="benchmark.benchmark_trainers",
+                            measured=TRAINED, seconds=seconds, shows="trainers")
+       for name, seconds in (("huggingface", 200), ("liger", 210), ("bastile", 150), ("bastile_captured", 310))},
     "sft_compiled": steps("--lora", "16", "--packing", "--providers", "torch_compile,bastile_compiled",
                           module="benchmark.benchmark_trainers", measured=TRAINED, seconds=300, shows="trainers"),
     "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),

@@ -133,7 +133,7 @@ def trainers(rows: list[Row]) -> Chart:
 
 
 def draw_trainers(shown: dict[str, list[Row]]):
-    """Draw the tokens a second of SFTTrainer: a group of bars for each way of training, a bar for each provider."""
+    """Draw the tokens a second of TRL's trainers: a group of bars for each way of training, a bar for each provider."""
     found = {what: by_provider(select(mine, metric_name="throughput")) for what, mine in shown.items()}
     names = columns_of(row for mine in found.values() for row in mine.values())
     if "bastile" not in names:
@@ -142,8 +142,9 @@ def draw_trainers(shown: dict[str, list[Row]]):
     figure.set_size_inches(8, 1.2 + 0.3 * len(names) * len(found))
     longest = max(row.y_value_50 or 0 for mine in found.values() for row in mine.values())
     height = 0.8 / len(names)
-    for number, p in enumerate(names):
-        places = [group + (number - (len(names) - 1) / 2) * height for group, mine in enumerate(found.values()) if p in mine]
+    measured = [[p for p in names if p in mine] for mine in found.values()]
+    for p in names:
+        places = [group + (present.index(p) - (len(present) - 1) / 2) * height for group, present in enumerate(measured) if p in present]
         rates = [mine[p].y_value_50 or 0 for mine in found.values() if p in mine]
         hatch = "///" if is_ours(p) and p != "bastile" else None  # the colour is that of all of ours
         look = {"color": PROVIDERS[p].style["color"], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
@@ -159,7 +160,7 @@ def draw_trainers(shown: dict[str, list[Row]]):
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle("Qwen3-1.7B in TRL's SFTTrainer, on one H200 (×: beside the fastest peer)", fontsize=11)
+    figure.suptitle("Qwen3-1.7B in TRL's trainers, on one H200 (×: beside the fastest peer)", fontsize=11)
     return figure
 
 

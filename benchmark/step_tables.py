@@ -39,7 +39,7 @@ AS_TRAINED = {
 }
 EIGHT_BITS = {"all weights": "_fp8", "LoRA, rank 16": "_lora_16_fp8"}
 TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}
-# Ways of training with TRL's SFTTrainer, which checkpoints every layer unless told otherwise, and what their results' names end in.
+# Ways of training with TRL's trainers, which checkpoint every layer unless told otherwise, and what their results' names end in.
 TRAINERS = {
     "LoRA, padded batches (TRL's default)": "sft_lora_16_checkpointing_padded",
     "LoRA, packed rows": "sft_lora_16_checkpointing_packed",

@@ -236,7 +236,7 @@ def test_everything_that_was_measured_is_known():
     others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp")}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values())}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.TRL.values(), *step_tables.EIGHT_BITS.values())}
-    others |= {f"{family}_sft_lora_16_checkpointing_{kind}" for family in families.FAMILIES for kind in ("padded", "packed")}
+    others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in step_tables.TRAINERS.values()}
     others |= {f"{name}_{kind}" for name, family in families.FAMILIES.items() for kind in (*family.kinds, "step_parts")}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 
