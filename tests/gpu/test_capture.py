@@ -77,6 +77,24 @@ def test_gradients_have_the_same_bits(pair):
     assert launches_of_graphs(lambda: gradients(model, 0, (1, 100))) == 0
 
 
+def test_a_reference_between_a_pass_and_its_backward_pass(pair):
+    """Its graphs leave alone what the pass before it has saved."""
+    model, plain = pair
+
+    def preference(m, seed):
+        m.zero_grad()
+        ids = batch(seed)
+        loss = m(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            reference = m(input_ids=batch(seed + 1), labels=ids, use_cache=False).loss
+        (loss - reference).square().backward()
+        return {"reference": reference, **{name: parameter.grad.clone() for name, parameter in m.named_parameters()}}
+
+    for seed in range(4):
+        assert_equal(preference(model, seed), preference(plain, seed))
+    assert launches_of_graphs(lambda: preference(model, 0)) == 3 * 2
+
+
 def test_an_mlp_that_is_made_again_has_the_same_bits(ops):
     with captured_and_plain(ops, recompute_mlp=True) as (model, plain):
         for seed in range(3):

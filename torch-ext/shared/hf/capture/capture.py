@@ -5,6 +5,9 @@ With few tokens the host cannot start a layer's kernels as fast as the GPU finis
 therefore recorded once and replayed. Everything that is not exactly what was recorded runs as before: other shapes, evaluation, generation,
 hooks, a second forward pass before the first one's backward pass.
 
+A training also has forward passes without gradients (DPO's reference, GRPO's old log-probabilities), often between a pass and its backward
+pass. They are a `CapturedModel` of their own: their graphs may not write into the memory in which that pass has left what it saved.
+
 The pass that a model is in (`CapturedModel.current`) is an `ObservedPass`, a `ReplayedPass`, or None where it runs as before.
 """
 
@@ -43,9 +46,12 @@ KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each 
 class CapturedModel(NotCopied):
     """The layers of a model, the shapes that are to be replayed, and the kinds of passes that came."""
 
-    def __init__(self, layers: List[nn.Module]):
+    def __init__(self, layers: List[nn.Module], trained: "Optional[CapturedModel]" = None):
+        """trained: of the passes with gradients, for those without."""
         self._layers = [weakref.ref(layer) for layer in layers]
-        self.shapes: set = set()
+        self._trained = trained
+        self.shapes: set = set() if trained is None else trained.shapes
+        self.without_gradients: Optional[CapturedModel] = CapturedModel(layers, self) if trained is None else None
         self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
         self.memory = Memory()
         self.starts = 0  # with other pools
@@ -71,19 +77,23 @@ class CapturedModel(NotCopied):
         return self._pool
 
     def nbytes(self) -> int:
-        """Returns the bytes of the memory that the existing graphs took."""
-        return 0 if self._pool is None or not self._has_graphs() else self._pool.nbytes
+        """Returns the bytes of the memory that the existing graphs took, of passes without gradients too."""
+        mine = 0 if self._pool is None or not self._has_graphs() else self._pool.nbytes
+        return mine if self.without_gradients is None else mine + self.without_gradients.nbytes()
 
     def _has_graphs(self) -> bool:
         return any(kind.graphed for kind in self.kinds.values())
 
     def takes_too_much(self) -> bool:
         """Tells whether graphs of several sizes take more memory than they may."""
-        return self.sizes is not None and self.nbytes() > self.sizes.nbytes
+        whole = self if self._trained is None else self._trained
+        return self.sizes is not None and whole.nbytes() > self.sizes.nbytes
 
     def starts_over(self, x: Optional[torch.Tensor] = None) -> bool:
         """Where graphs take too much memory, or those of layers that get `x` would, forgets all of them, so that they are recorded again in
-        another pool when they come again. Returns whether it did."""
+        another pool when they come again, where those of passes without gradients are not enough. Returns whether it did."""
+        if x is None and self.without_gradients is not None and self.takes_too_much():
+            self.without_gradients.forget_graphs()
         if x is None:
             wanted = self.takes_too_much()
         else:
@@ -91,18 +101,24 @@ class CapturedModel(NotCopied):
         if not wanted or self.starts == STARTS:
             return False
         self.starts += 1
+        self.forget_graphs()
+        return True
+
+    def forget_graphs(self) -> None:
+        """Forgets all graphs, which are recorded again when they come again."""
+        self.current = None
         for kind in self.kinds.values():
             kind.forget_graphs()
-        return True
 
     def wants(self, shape: tuple) -> bool:
         """Tells whether passes of a shape (batch, tokens) are to be replayed."""
         return self.sizes is not None or shape in self.shapes
 
     def run_as_before(self, reason: Reason) -> None:
-        """Replays no more of the current pass, and warns once why."""
+        """Replays no more of the current pass, and warns once why, but of passes without gradients: a training may have others of them, as
+        those that generate, of which nothing is promised."""
         self.current = None
-        if reason not in self.reasons:
+        if self._trained is None and reason not in self.reasons:
             self.reasons.append(reason)
             warnings.warn(f"captured layers run as before: {reason.text}", RuntimeWarning, stacklevel=2)
 
@@ -115,6 +131,8 @@ class CapturedModel(NotCopied):
                 if self.thread in sys._current_frames():
                     self.thread = SEVERAL
                     self.kinds.clear()
+                    if self.without_gradients is not None:
+                        self.without_gradients.kinds.clear()
                     self.run_as_before(Reason("threads", "a second thread trains the model"))
                 elif self.thread != SEVERAL:
                     self.thread = here
@@ -166,7 +184,9 @@ def captured_forward(layer, *args, **kwargs):
         reason = why_not_graphed(layer) if place.index == 0 and is_checkpointed(layer) else None  # a reentrant one's first run
         if reason is not None and model.wants(tuple(x.shape[:-1])):
             model.run_as_before(reason)
-        return run(layer, args, kwargs)
+        if is_checkpointed(layer) or model.thread != threading.get_ident() or torch.is_inference_mode_enabled():
+            return run(layer, args, kwargs)
+        model = model.without_gradients
     if not (model.is_trained_here() and layer.training) or not model.wants(tuple(x.shape[:-1])) or is_recording(x):
         return run(layer, args, kwargs)
     current = model.current  # of which a second thread may make None
@@ -213,9 +233,9 @@ def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
 
 
 def lengths_are_captured(causal_lm: nn.Module) -> bool:
-    """Tells whether a training pass of a causal LM may get graphs by the length of its row, so that lengths had better be few."""
+    """Tells whether a pass of a causal LM in training may get graphs by the length of its row, so that lengths had better be few."""
     model = causal_lm.__dict__.get(GRAPHS)
-    return model is not None and model.sizes is not None and causal_lm.training and torch.is_grad_enabled()
+    return model is not None and model.sizes is not None and causal_lm.training
 
 
 def capture(
@@ -251,7 +271,8 @@ def capture(
         model.shapes.add((batch, tokens))
     else:
         device = next(layers[0].parameters()).device
-        model.sizes = GraphSizes(sizes, memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30))
+        nbytes = memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30)
+        model.sizes, model.without_gradients.sizes = GraphSizes(sizes, nbytes), GraphSizes(sizes, nbytes)
     for causal_lm in causal_lms:
         causal_lm.__dict__[GRAPHS] = model
     for each in {*causal_lms, whole}:

@@ -118,6 +118,8 @@ class Kind:
         model, layers = self.model, self.model.layers
         if any(seen.drew and is_checkpointed(layer) for seen, layer in zip(self.observed, layers)):
             raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
+        if any(seen.drew for seen in self.observed) and not torch.is_grad_enabled():  # perhaps the first run of somebody's checkpoint
+            raise RuntimeError("a layer draws random numbers (dropout) in a pass without gradients")
         self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
         on_use, here = self.outputs_are_used_between, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
         with without_hooks(), model.pool(x) as pool:  # those of the first layer's checkpoint

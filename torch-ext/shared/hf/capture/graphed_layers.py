@@ -95,6 +95,7 @@ class GraphedLayers:
         pass; on_use_between: called when a gradient arrives for what another layer than the last one returned."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
         self.memory, self.waiting, self.on_use_between = memory, waiting, on_use_between
+        self.differentiable = torch.is_grad_enabled()
         self.modules = list(map(weakref.ref, layers))
         buffers = [[inputs[number] for number in layer.numbers] for layer in observed]
         self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(observed, buffers)]
@@ -113,10 +114,12 @@ class GraphedLayers:
         return [layer() for layer in self.modules]
 
     def call(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
-        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer."""
+        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer; without gradients, copies
+        of them, because there is no backward pass up to which the next replay would wait."""
         for buffer, tensor in zip(self.buffers, tensors):
             buffer.load(tensor)
-        return _Replay.apply(self, x, *self.parameters)
+        outputs = _Replay.apply(self, x, *self.parameters)
+        return outputs if self.differentiable else tuple(output.clone() for output in outputs)
 
     def record_forward(self, pool, x: torch.Tensor) -> None:
         """Records the forward passes of all layers on `x`, the memory that the graphs read their input from."""
@@ -126,7 +129,7 @@ class GraphedLayers:
         names = [("output", self.first + number) for number in range(len(layers))]
 
         def function():
-            with _exchanged(layers, twins):
+            with _exchanged(layers, twins), torch.set_grad_enabled(self.differentiable):
                 self.computed = _run_all(layers, self.x, self.kwargs)
             return tuple(self.memory.settled(names, [output.detach() for output in self.computed]))
 

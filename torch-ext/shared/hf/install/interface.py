@@ -186,7 +186,8 @@ class Interface:
         other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
         on) runs as before and is observed, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
         batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
-        `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
+        `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it. In training mode
+        passes without gradients (DPO's reference) are replayed, too.
 
         Where lengths vary, leave the shape out: padding is left out of batches and lengths are rounded first (`unpad` of `apply`), and the
         layers get graphs for each length that recurs, up to `sizes` of them; a length that occurs twice as often as the rarest of these
