@@ -1,47 +1,43 @@
 """What TRL's trainers do to a model in each pass, a reference pass without adapters and without checkpoints between two of training,
-leaves what was captured in force."""
+leaves what was captured in force, and is replayed, too."""
 
 import copy
 
 import pytest
-from datasets import Dataset
 
-from benchmark.benchmark_trainers import pairs
-from benchmark.trl_losses import tokenizer
-from tests.capturing import Rerun, whole
+from tests.capturing import Rerun
+from tests.integrations.preference import make
 
-trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 QWEN3 = pytest.mark.parametrize("family", (("qwen3", 2),), ids=("qwen3",), indirect=True)
-STEPS, ROWS, LONGEST = 6, 2, 24
+STEPS = {"DPO": 10, "KTO": 6, "GRPO": 10}
+OPTIONS = {"GRPO": {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}}  # with old and with a reference's log-probabilities
+SAME = ("loss", "kl", "grad_norm", "rewards/chosen")
 
 
-def data(kind: str) -> Dataset:
-    """Examples of which all batches are alike: the first pairs again and again."""
-    found = pairs(ROWS, LONGEST)
-    if kind == "KTO":
-        found = {"prompt": found["prompt"], "completion": found["chosen"], "label": [True, False]}
-    return Dataset.from_dict({name: column * STEPS for name, column in found.items()})
-
-
-def losses(kind: str, model, folder) -> list[float]:
-    config = getattr(trl, f"{kind}Config")(
-        output_dir=str(folder), max_length=LONGEST, per_device_train_batch_size=ROWS, max_steps=STEPS, logging_steps=1, report_to=[],
-        save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=0, learning_rate=1e-3, gradient_checkpointing=True,
-    )  # fmt: skip
-    trainer = getattr(trl, f"{kind}Trainer")(model=model, args=config, train_dataset=data(kind), processing_class=tokenizer())
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def kinds_of(model) -> list:
+    """The kinds of passes of a captured model, of those with gradients and of those without."""
+    place = next(vars(module)[name] for module in model.modules() for name in vars(module) if name.endswith("graphs"))
+    found = getattr(place, "model", place)
+    return [list(each.kinds.values()) for each in (found, found.without_gradients)]
 
 
 @QWEN3
-@pytest.mark.parametrize("kind", ("DPO", "KTO"))
-def test_a_reference_pass_between_two_of_training(package, tiny_model, tmp_path, kind):
+@pytest.mark.parametrize("kind", STEPS)
+def test_passes_of_training_and_those_without_gradients(package, tiny_model, tmp_path, kind):
     adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     plain = package.kernelize(peft.get_peft_model(tiny_model(), adapters))
     model = copy.deepcopy(plain)
     package.capture(model)
-    expected = losses(kind, plain, tmp_path)
-    before = Rerun.replays
-    assert losses(kind, model, tmp_path) == pytest.approx(expected, rel=1e-5)
-    assert Rerun.replays - before >= (STEPS - 2) * whole() + (STEPS - 3) * whole() // 2
+    logs = []
+    for each in (plain, model):
+        before = Rerun.replays
+        trainer = make(kind, each, tmp_path, "cpu", [], **{"gradient_checkpointing": True, "max_steps": STEPS[kind], **OPTIONS.get(kind, {})})
+        trainer.train()
+        logs.append([(name, entry[name]) for entry in trainer.state.log_history for name in SAME if name in entry])
+    assert [name for name, _ in logs[0]] == [name for name, _ in logs[1]]
+    assert [value for _, value in logs[1]] == pytest.approx([value for _, value in logs[0]], rel=1e-4, abs=1e-6)
+    assert Rerun.replays > before
+    for kinds in kinds_of(model):
+        assert sum(each.replays for each in kinds) > 2
+        assert all(each.recordings <= 1 for each in kinds), "what a trainer switches off and on is the same again"
