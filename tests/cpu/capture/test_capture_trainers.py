@@ -11,7 +11,7 @@ from tests.integrations.preference import make
 peft = pytest.importorskip("peft")
 QWEN3 = pytest.mark.parametrize("family", (("qwen3", 2),), ids=("qwen3",), indirect=True)
 STEPS = {"DPO": 10, "KTO": 6, "GRPO": 10}
-OPTIONS = {"GRPO": {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}}  # with old and with a reference's log-probabilities
+OPTIONS = {"GRPO": {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}}  # old and a reference's log-probabilities
 SAME = ("loss", "kl", "grad_norm", "rewards/chosen")
 
 
@@ -32,7 +32,8 @@ def test_passes_of_training_and_those_without_gradients(package, tiny_model, tmp
     logs = []
     for each in (plain, model):
         before = Rerun.replays
-        trainer = make(kind, each, tmp_path, "cpu", [], **{"gradient_checkpointing": True, "max_steps": STEPS[kind], **OPTIONS.get(kind, {})})
+        options = {"gradient_checkpointing": True, "max_steps": STEPS[kind], **OPTIONS.get(kind, {})}
+        trainer = make(kind, each, tmp_path, "cpu", [], **options)
         trainer.train()
         logs.append([(name, entry[name]) for entry in trainer.state.log_history for name in SAME if name in entry])
     assert [name for name, _ in logs[0]] == [name for name, _ in logs[1]]
