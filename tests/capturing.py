@@ -42,7 +42,7 @@ class Pool:
     nbytes = 0
 
     def __init__(self, device):
-        pass
+        self.device = device
 
     graph = staticmethod(Rerun)
 

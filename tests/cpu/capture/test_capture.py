@@ -202,9 +202,11 @@ def test_hooks_are_called(package, tiny_model):
     assert len(seen) == 1
     handle.remove()
     handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
-    for _ in range(2):
-        gradients(model)
-    assert len(seen) >= 2, "a hook on a part of a layer"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that such layers run as before
+        for _ in range(2):
+            gradients(model)
+    assert len(seen) == 3, "a hook on a part of a layer"
     handle.remove()
     for _ in range(3):
         assert_equal(gradients(model), gradients(plain))

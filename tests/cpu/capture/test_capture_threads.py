@@ -101,6 +101,31 @@ def test_a_second_thread_waits_while_a_pass_is_recorded(package, tiny_model, mon
 
 
 @one_family
+def test_a_second_thread_waits_while_a_pass_without_gradients_is_recorded(package, tiny_model, monkeypatch):
+    model, plain = captured(package, tiny_model())
+    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers")
+    run, threads = graphed_layers._run_all, []
+
+    def run_beside_another(*args):
+        if not threads:
+            threads.append(started(lambda: loss_of(model, 7).backward()))
+            threads[0].join(timeout=1)
+        return run(*args)
+
+    with torch.no_grad():
+        loss_of(model, 8)
+        monkeypatch.setattr(graphed_layers, "_run_all", run_beside_another)
+        monkeypatch.setattr(Rerun, "replay", lambda graph: None)  # of that pass, which nothing reads
+        model.zero_grad()
+        with pytest.warns(RuntimeWarning, match="a second thread trains the model"):
+            loss_of(model, 8)
+            threads[0].end()
+    plain.zero_grad()
+    loss_of(plain, 7).backward()
+    assert_equal(*({name: parameter.grad for name, parameter in m.named_parameters()} for m in (model, plain)))
+
+
+@one_family
 def test_a_thread_after_another_one(package, tiny_model):
     """Replays what that one has recorded, as it may train no more."""
     model, plain = (package.kernelize(tiny_model()) for _ in range(2))

@@ -1,13 +1,15 @@
 """Passes of a training that need no gradients, as DPO's reference between a pass and its backward pass, are replayed, too."""
 
+import contextlib
 import copy
 import importlib
 import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.capturing import LAYERS, Rerun, assert_equal, batch, captured, gradients, loss_of, one_family, replays_of, whole
+from tests.capturing import LAYERS, SHAPE, Rerun, assert_equal, batch, captured, gradients, loss_of, one_family, replays_of, whole
 
 peft = pytest.importorskip("peft")
 
@@ -118,13 +120,118 @@ def test_what_runs_as_before(package, tiny_model, what):
 
 
 @one_family
+@pytest.mark.parametrize("with_gradients", (False, True))
+def test_a_weight_that_is_written_to_between_two_layers(package, tiny_model, with_gradients):
+    """As a loop does that loads or prunes one layer after the other."""
+    model, plain = captured(package, tiny_model())
+
+    def call(m):
+        def prune(weight=m.model.layers[1].mlp.up_proj.weight):
+            with torch.no_grad():
+                weight.mul_(0.9)
+
+        m.zero_grad()
+        with torch.set_grad_enabled(with_gradients):
+            first, second = m.model.layers[:2]
+            forward = vars(second)["forward"]
+            vars(second)["forward"] = lambda *args, **kwargs: (prune(), forward(*args, **kwargs))[1]
+            loss = loss_of(m)
+            vars(second)["forward"] = forward
+        return loss
+
+    for _ in range(2):
+        with torch.set_grad_enabled(with_gradients):
+            loss_of(model)
+    assert all(torch.equal(call(model), call(plain)) for _ in range(3))
+
+
+class Kept(Rerun):
+    """A graph that goes on calling the hooks of its recording, as a real one goes on doing what they did."""
+
+    def record(self, function):
+        self.hooks = [dict(module._forward_hooks) for module in Kept.modules]
+        return super().record(function)
+
+    def replay(self):
+        now = [dict(module._forward_hooks) for module in Kept.modules]
+        for module, hooks in zip(Kept.modules, self.hooks):
+            module._forward_hooks.update(hooks)
+        super().replay()
+        for module, hooks in zip(Kept.modules, now):
+            module._forward_hooks.clear()
+            module._forward_hooks.update(hooks)
+
+
+@one_family
+@pytest.mark.parametrize("with_gradients", (False, True))
+def test_a_hook_that_is_there_for_one_pass(package, tiny_model, monkeypatch, with_gradients):
+    """The pass in which it would be recorded runs as before."""
+    model, plain = tiny_model(), tiny_model()
+    for m in (model, plain):
+        package.kernelize(m)
+    package.capture(model, *SHAPE)
+    if not with_gradients:
+        gradients(model), gradients(model)
+    monkeypatch.setattr(Kept, "modules", list(model.modules()), raising=False)
+    monkeypatch.setattr(importlib.import_module(f"{package.__name__}.shared.hf.capture.capture").GraphPool, "graph", staticmethod(Kept))
+
+    def call(m, steered):
+        hook = m.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2) if steered else None
+        with torch.set_grad_enabled(with_gradients):
+            loss = loss_of(m)
+        if hook is not None:
+            hook.remove()
+        if with_gradients:
+            loss.backward()
+        return loss.detach()
+
+    for steered in (False, True, False, False):
+        with pytest.warns(RuntimeWarning, match="hooks on parts") if steered and with_gradients else contextlib.nullcontext():
+            assert torch.equal(call(model, steered), call(plain, steered))
+
+
+@one_family
+def test_layers_without_a_gradient(package, tiny_model):
+    """No backward pass comes to them, up to which a second forward pass would run as before."""
+    model, plain = tiny_model(), tiny_model()
+    for m in (model, plain):
+        m.model.requires_grad_(False)
+        m.model.norm.requires_grad_(True)
+    model, plain = captured(package, model)
+    for seed in range(2):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+    for m in (model, plain):
+        m.zero_grad()
+        sum(loss_of(m, seed) for seed in (5, 6)).backward()
+    assert torch.equal(model.model.norm.weight.grad, plain.model.norm.weight.grad)
+
+
+class Doubled(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.mm.default else result
+
+
+@one_family
+def test_within_a_mode(package, tiny_model):
+    model, plain = captured(package, tiny_model())
+    with torch.no_grad():
+        for _ in range(3):
+            loss_of(model)
+        before = Rerun.replays
+        with Doubled():
+            found, expected = loss_of(model), loss_of(plain)
+    assert torch.equal(found, expected) and Rerun.replays == before, "a graph would run without the mode"
+
+
+@one_family
 def test_their_graphs_are_the_first_to_go(package, tiny_model, monkeypatch):
     """Where the graphs of all sizes take more memory than they may, those of training stay."""
     module = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture")
 
     class Pool(module.GraphPool):
         def __init__(self, device):
-            self.nbytes = 0
+            self.device, self.nbytes = device, 0
 
         def __exit__(self, *error):
             self.nbytes += 2**28

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import ContextManager, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -51,7 +51,6 @@ class CapturedModel(NotCopied):
         self._layers = [weakref.ref(layer) for layer in layers]
         self._trained = trained
         self.shapes: set = set() if trained is None else trained.shapes
-        self.without_gradients: Optional[CapturedModel] = CapturedModel(layers, self) if trained is None else None
         self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
         self.memory = Memory()
         self.starts = 0  # with other pools
@@ -59,10 +58,11 @@ class CapturedModel(NotCopied):
         self.current: Union[ObservedPass, ReplayedPass, None] = None
         self.waiting: set = set()  # replayed forward passes before the end of their backward pass
         self.reasons: List[Reason] = []  # why passes of a wanted shape ran as before
-        self.thread: Optional[int] = None  # the one that trains, or `SEVERAL`
-        self.lock = threading.RLock()  # held while a pass begins
+        self.thread: Optional[int] = None  # the one that trains, or `SEVERAL`; of passes with gradients alone
+        self.lock: ContextManager = threading.RLock() if trained is None else trained.lock  # held while a pass begins
         self._pool: Optional[GraphPool] = None
         self._began_with = 0  # numbers in the input of a layer that was recorded in it first
+        self.without_gradients: Optional[CapturedModel] = CapturedModel(layers, self) if trained is None else None
 
     @property
     def layers(self) -> list:
@@ -71,6 +71,8 @@ class CapturedModel(NotCopied):
     def pool(self, x: torch.Tensor) -> GraphPool:
         """The pool of the existing graphs, in which those of layers that get `x` are recorded. One that no graph uses any more cannot be
         used again."""
+        if self._pool is not None and self._pool.device != x.device:  # the model was moved
+            self.forget_graphs()
         if self._pool is None or not self._has_graphs():
             self._pool, self._began_with = GraphPool(x.device), x.numel()
             self.memory.forget_pool()
@@ -86,8 +88,7 @@ class CapturedModel(NotCopied):
 
     def takes_too_much(self) -> bool:
         """Tells whether graphs of several sizes take more memory than they may."""
-        whole = self if self._trained is None else self._trained
-        return self.sizes is not None and whole.nbytes() > self.sizes.nbytes
+        return self.sizes is not None and (self._trained or self).nbytes() > self.sizes.nbytes
 
     def starts_over(self, x: Optional[torch.Tensor] = None) -> bool:
         """Where graphs take too much memory, or those of layers that get `x` would, forgets all of them, so that they are recorded again in
@@ -109,6 +110,8 @@ class CapturedModel(NotCopied):
         self.current = None
         for kind in self.kinds.values():
             kind.forget_graphs()
+        if self._trained is not None:  # of which nothing outlives a pass
+            self.memory.forget_pool()
 
     def wants(self, shape: tuple) -> bool:
         """Tells whether passes of a shape (batch, tokens) are to be replayed."""
@@ -133,6 +136,7 @@ class CapturedModel(NotCopied):
                     self.kinds.clear()
                     if self.without_gradients is not None:
                         self.without_gradients.kinds.clear()
+                        self.without_gradients.current = None
                     self.run_as_before(Reason("threads", "a second thread trains the model"))
                 elif self.thread != SEVERAL:
                     self.thread = here
@@ -142,7 +146,7 @@ class CapturedModel(NotCopied):
         """Begins a pass at the first layer."""
         with self.lock:
             self.current = None
-            if self.waiting or self.thread == SEVERAL:
+            if self.waiting or (self._trained or self).thread == SEVERAL or not can_record(x.device):
                 return
             kind = self._kind(key, tuple(x.shape[:-1]))
             if kind is not None:
@@ -180,14 +184,15 @@ def captured_forward(layer, *args, **kwargs):
     if place is None or torch.compiler.is_compiling() or in_backward_pass():  # a checkpoint's second run
         return run(layer, args, kwargs)
     model, x = place.model, args[0] if args else kwargs["hidden_states"]
-    if not torch.is_grad_enabled():
+    if torch.is_grad_enabled():
+        here = model.is_trained_here()
+    else:
         reason = why_not_graphed(layer) if place.index == 0 and is_checkpointed(layer) else None  # a reentrant one's first run
         if reason is not None and model.wants(tuple(x.shape[:-1])):
             model.run_as_before(reason)
-        if is_checkpointed(layer) or model.thread != threading.get_ident() or torch.is_inference_mode_enabled():
-            return run(layer, args, kwargs)
+        here = model.thread == threading.get_ident() and not is_checkpointed(layer) and not torch.is_inference_mode_enabled()
         model = model.without_gradients
-    if not (model.is_trained_here() and layer.training) or not model.wants(tuple(x.shape[:-1])) or is_recording(x):
+    if not (here and layer.training) or not model.wants(tuple(x.shape[:-1])) or is_recording(x):
         return run(layer, args, kwargs)
     current = model.current  # of which a second thread may make None
     if current is None and place.index:  # the first layer has decided it

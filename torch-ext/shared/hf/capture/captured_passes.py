@@ -25,7 +25,7 @@ from ..parts.explanation import Reason
 from .graph_memory import InputBuffer
 from .graphed_checkpoints import is_checkpointed, without_hooks
 from .graphed_layers import GraphedLayers, Handover, Observed, ReplayedOutputs, autocast_dtype, run, without_tensors
-from .layer_calls import is_planned, read_by_layer
+from .layer_calls import is_listened_to, is_planned, read_by_layer
 
 __all__ = ["Kind", "ObservedPass", "ReplayedPass"]
 
@@ -62,6 +62,9 @@ class Kind:
             self.state = State.OUTDATED
         if self.state is State.OUTDATED:
             self._forget(State.UNSEEN)
+        if self.state is State.OBSERVED and any(map(is_listened_to, self.model.layers)):
+            self.model.run_as_before(Reason("hooks", "there are hooks on parts of a layer"))  # a graph would go on calling them
+            return None
         if self.state is State.OBSERVED:
             self.model.starts_over(x)  # a pool that begins with larger graphs has room for smaller ones
             self._record(x)

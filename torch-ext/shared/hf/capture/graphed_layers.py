@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs; on the causal LM: those graphs
+VERSION = operator.attrgetter("_version")
 WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a layer: the forward that stood on it before, None where there was none
 
 
@@ -95,12 +96,13 @@ class GraphedLayers:
         pass; on_use_between: called when a gradient arrives for what another layer than the last one returned."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
         self.memory, self.waiting, self.on_use_between = memory, waiting, on_use_between
-        self.differentiable = torch.is_grad_enabled()
+        self.gradients_on = torch.is_grad_enabled()
         self.modules = list(map(weakref.ref, layers))
         buffers = [[inputs[number] for number in layer.numbers] for layer in observed]
         self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(observed, buffers)]
         self.buffers = buffers[0]
         self.watch = Watch(layers, ignored=(GRAPHS,))
+        self.counted = [tensor for tensor in self.watch.tensors if not tensor.is_inference()]  # whose writes are
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
         self.recorded: Dict[int, nn.Parameter] = {}  # what stands for each of them, by its id, while the graphs are recorded
         self.gradients: List[Optional[torch.Tensor]] = []
@@ -114,12 +116,12 @@ class GraphedLayers:
         return [layer() for layer in self.modules]
 
     def call(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
-        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer; without gradients, copies
-        of them, because there is no backward pass up to which the next replay would wait."""
+        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer; copies of them, where there
+        is no backward pass up to which the next replay would wait."""
         for buffer, tensor in zip(self.buffers, tensors):
             buffer.load(tensor)
         outputs = _Replay.apply(self, x, *self.parameters)
-        return outputs if self.differentiable else tuple(output.clone() for output in outputs)
+        return tuple(output.clone() for output in outputs) if self.frozen[-1] else outputs
 
     def record_forward(self, pool, x: torch.Tensor) -> None:
         """Records the forward passes of all layers on `x`, the memory that the graphs read their input from."""
@@ -129,7 +131,7 @@ class GraphedLayers:
         names = [("output", self.first + number) for number in range(len(layers))]
 
         def function():
-            with _exchanged(layers, twins), torch.set_grad_enabled(self.differentiable):
+            with _exchanged(layers, twins), torch.set_grad_enabled(self.gradients_on):
                 self.computed = _run_all(layers, self.x, self.kwargs)
             return tuple(self.memory.settled(names, [output.detach() for output in self.computed]))
 
@@ -313,12 +315,15 @@ class ReplayedOutputs:
     def __init__(self, graphed: GraphedLayers, outputs: Sequence[torch.Tensor], kwargs: dict, tensors: Sequence[torch.Tensor]):
         self.outputs, self.tensors, self.autocast = outputs, tensors, graphed.autocast
         self.versions = list(map(version_of, tensors))
+        self.weights, self.weights_were = graphed.counted, list(map(VERSION, graphed.counted))
         self.taken = 1
         self.handover = Handover(outputs[0], kwargs)
 
     def take(self, x: torch.Tensor, args, kwargs) -> Optional[torch.Tensor]:
         """The output of the next layer, where its call is the recorded one; None where it differs."""
         if len(args) != 1 or not self.handover.leads_to(x, kwargs):
+            return None
+        if list(map(VERSION, self.weights)) != self.weights_were:  # written to between two layers
             return None
         if list(map(version_of, self.tensors)) != self.versions or autocast_dtype(x.device.type) != self.autocast:
             return None

@@ -17,7 +17,7 @@ from ..parts.watch import HOOKS, SIMPLE
 from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
 from .graphed_layers import autocast_dtype
 
-__all__ = ["check_weights", "described", "is_planned", "obstacle", "read_by_layer"]
+__all__ = ["check_weights", "described", "is_listened_to", "is_planned", "obstacle", "read_by_layer"]
 
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
 OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
@@ -49,9 +49,16 @@ def obstacle(layer, x, args) -> Optional[Reason]:
     mode = mode_in_force()
     if mode:
         return Reason("below", mode)
+    if torch._C._len_torch_dispatch_stack():
+        return Reason("below", "a TorchDispatchMode is in force, which would see none of what a graph does")
     if not is_ordinary(x):
         return Reason("tensor", "the input of a layer is not an ordinary tensor")
     return why_packed(layer)
+
+
+def is_listened_to(layer) -> bool:
+    """Tells whether there are hooks on a layer or in it."""
+    return any(module.__dict__[name] for module in layer.modules() for name in HOOKS)
 
 
 def described(layer, x, kwargs):
