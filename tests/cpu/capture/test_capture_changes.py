@@ -237,3 +237,20 @@ def test_products_in_eight_bits_are_captured_and_other_products_are_recorded_ane
         vars(layer)["_bastile_products"] = "bf16"
     for seed, graphs in enumerate((0, whole(), whole())):
         assert compare(model, in_bf16, seed) == graphs
+
+
+@one_family
+@pytest.mark.parametrize("has_graphs", (True, False))
+def test_a_model_that_was_moved_to_another_device(package, tiny_model, monkeypatch, has_graphs):
+    """Its graphs are recorded there, in another pool; where a device has none, layers run as before."""
+    model, plain = captured(package, tiny_model())
+    module = f"{package.__name__}.shared.hf.capture"
+    graphs = vars(model)[importlib.import_module(f"{module}.graphed_layers").GRAPHS]
+    before, graphs._pool.device = graphs._pool, torch.device("cuda", 1)  # where it was
+    if not has_graphs:
+        monkeypatch.setattr(sys.modules[f"{module}.capture"], "can_record", lambda device: False)
+    mask = torch.ones(SHAPE, dtype=torch.int64)  # of passes of a kind that is recorded only now
+    mask[1, 6:] = 0
+    for seed in range(3):
+        counts = compare(model, plain, seed, attention_mask=mask)
+    assert (counts, graphs._pool is not before) == ((whole(), True) if has_graphs else (0, False))
