@@ -19,7 +19,7 @@ class Rerun:
     together = 1
 
     def record(self, function):
-        self.function = function
+        self.function, self.gradients_on = function, torch.is_grad_enabled()
         self.results = function()
         return self.results
 
@@ -29,7 +29,7 @@ class Rerun:
         hooks = autograd._top_saved_tensors_default_hooks(False)  # of a checkpoint around the replay, which a graph does not know of
         if hooks is not None:
             autograd._pop_saved_tensors_default_hooks()
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.gradients_on):
             new = self.function()
         if hooks is not None:
             autograd._push_saved_tensors_default_hooks(*hooks)
@@ -59,6 +59,11 @@ def stand_in(package, monkeypatch):
     monkeypatch.setattr(module, "GraphPool", Pool)
     monkeypatch.setattr(module, "can_record", lambda device: True)
     return module
+
+
+def graphs_of(package, causal_lm):
+    """What is captured of a causal LM."""
+    return vars(causal_lm)[importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers").GRAPHS]
 
 
 def check_replayed(model, plain, steps):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, loss_of, one_family, whole
+from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, graphs_of, loss_of, one_family, whole
 from tests.cpu.test_lookups import FunctionMode
 from tests.ops.common import mesh_of_one
 
@@ -244,11 +244,10 @@ def test_products_in_eight_bits_are_captured_and_other_products_are_recorded_ane
 def test_a_model_that_was_moved_to_another_device(package, tiny_model, monkeypatch, has_graphs):
     """Its graphs are recorded there, in another pool; where a device has none, layers run as before."""
     model, plain = captured(package, tiny_model())
-    module = f"{package.__name__}.shared.hf.capture"
-    graphs = vars(model)[importlib.import_module(f"{module}.graphed_layers").GRAPHS]
+    graphs = graphs_of(package, model)
     before, graphs._pool.device = graphs._pool, torch.device("cuda", 1)  # where it was
     if not has_graphs:
-        monkeypatch.setattr(sys.modules[f"{module}.capture"], "can_record", lambda device: False)
+        monkeypatch.setattr(sys.modules[type(graphs).__module__], "can_record", lambda device: False)
     mask = torch.ones(SHAPE, dtype=torch.int64)  # of passes of a kind that is recorded only now
     mask[1, 6:] = 0
     for seed in range(3):

@@ -72,22 +72,28 @@ def test_a_second_thread_between_the_layers_of_a_pass(package, tiny_model, state
     assert [(row.fused, row.reason) for row in rows] == [(False, "a second thread trains the model")] and "one thread" in rows[0].advice
 
 
+def beside_a_recording(package, monkeypatch, call) -> list:
+    """A list that gets the thread in which `call` begins while the next pass is recorded."""
+    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers")
+    run, threads = graphed_layers._run_all, []
+
+    def run_beside_another(*args):
+        if not threads:
+            threads.append(started(call))
+            threads[0].join(timeout=1)
+        return run(*args)
+
+    monkeypatch.setattr(graphed_layers, "_run_all", run_beside_another)
+    return threads
+
+
 @one_family
 def test_a_second_thread_waits_while_a_pass_is_recorded(package, tiny_model, monkeypatch):
     """The layers hold other parameters then, and gradients of these would be lost."""
     model, plain = (package.kernelize(tiny_model()) for _ in range(2))
     package.capture(model, *SHAPE)
     gradients(model)
-    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers")
-    run, replay, threads = graphed_layers._run_all, Rerun.replay, []
-
-    def run_beside_another(*args):
-        if not threads:
-            threads.append(started(lambda: loss_of(model, 7).backward()))
-            threads[0].join(timeout=1)
-        return run(*args)
-
-    monkeypatch.setattr(graphed_layers, "_run_all", run_beside_another)
+    replay, threads = Rerun.replay, beside_a_recording(package, monkeypatch, lambda: loss_of(model, 7).backward())
     monkeypatch.setattr(Rerun, "replay", lambda graph: threads[0].join() or replay(graph))  # which holds other parameters, unlike a graph
     with pytest.warns(RuntimeWarning, match="a second thread trains the model"):
         model.zero_grad()
@@ -103,18 +109,9 @@ def test_a_second_thread_waits_while_a_pass_is_recorded(package, tiny_model, mon
 @one_family
 def test_a_second_thread_waits_while_a_pass_without_gradients_is_recorded(package, tiny_model, monkeypatch):
     model, plain = captured(package, tiny_model())
-    graphed_layers = importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers")
-    run, threads = graphed_layers._run_all, []
-
-    def run_beside_another(*args):
-        if not threads:
-            threads.append(started(lambda: loss_of(model, 7).backward()))
-            threads[0].join(timeout=1)
-        return run(*args)
-
     with torch.no_grad():
         loss_of(model, 8)
-        monkeypatch.setattr(graphed_layers, "_run_all", run_beside_another)
+        threads = beside_a_recording(package, monkeypatch, lambda: loss_of(model, 7).backward())
         monkeypatch.setattr(Rerun, "replay", lambda graph: None)  # of that pass, which nothing reads
         model.zero_grad()
         with pytest.warns(RuntimeWarning, match="a second thread trains the model"):

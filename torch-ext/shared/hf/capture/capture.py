@@ -5,8 +5,8 @@ With few tokens the host cannot start a layer's kernels as fast as the GPU finis
 therefore recorded once and replayed. Everything that is not exactly what was recorded runs as before: other shapes, evaluation, generation,
 hooks, a second forward pass before the first one's backward pass.
 
-A training also has forward passes without gradients (DPO's reference, GRPO's old log-probabilities), often between a pass and its backward
-pass. They are a `CapturedModel` of their own: their graphs may not write into the memory in which that pass has left what it saved.
+Training also needs forward passes without gradients (DPO's reference, GRPO's old log-probabilities), often between a pass and its backward
+pass. A `CapturedModel` of their own has their graphs, which must not overwrite what that pass saved for its backward pass.
 
 The pass that a model is in (`CapturedModel.current`) is an `ObservedPass`, a `ReplayedPass`, or None where it runs as before.
 """
@@ -47,7 +47,7 @@ class CapturedModel(NotCopied):
     """The layers of a model, the shapes that are to be replayed, and the kinds of passes that came."""
 
     def __init__(self, layers: List[nn.Module], trained: "Optional[CapturedModel]" = None):
-        """trained: of the passes with gradients, for those without."""
+        """trained: None for passes with gradients; for passes without, the model of those with."""
         self._layers = [weakref.ref(layer) for layer in layers]
         self._trained = trained
         self.shapes: set = set() if trained is None else trained.shapes
@@ -92,10 +92,10 @@ class CapturedModel(NotCopied):
 
     def starts_over(self, x: Optional[torch.Tensor] = None) -> bool:
         """Where graphs take too much memory, or those of layers that get `x` would, forgets all of them, so that they are recorded again in
-        another pool when they come again, where those of passes without gradients are not enough. Returns whether it did."""
-        if x is None and self.without_gradients is not None and self.takes_too_much():
-            self.without_gradients.forget_graphs()
+        another pool when they come again. Returns whether it did. Graphs of passes without gradients go first, and may be enough."""
         if x is None:
+            if self.without_gradients is not None and self.takes_too_much():
+                self.without_gradients.forget_graphs()
             wanted = self.takes_too_much()
         else:
             wanted = self.sizes is not None and self._has_graphs() and x.numel() > LARGER * self._began_with
@@ -110,7 +110,7 @@ class CapturedModel(NotCopied):
         self.current = None
         for kind in self.kinds.values():
             kind.forget_graphs()
-        if self._trained is not None:  # of which nothing outlives a pass
+        if self._trained is not None:  # its results are copies, so nothing reads the pool any more
             self.memory.forget_pool()
 
     def wants(self, shape: tuple) -> bool:
@@ -118,8 +118,8 @@ class CapturedModel(NotCopied):
         return self.sizes is not None or shape in self.shapes
 
     def run_as_before(self, reason: Reason) -> None:
-        """Replays no more of the current pass, and warns once why, but of passes without gradients: a training may have others of them, as
-        those that generate, of which nothing is promised."""
+        """Replays no more of the current pass, and warns once why. Passes without gradients give no warning: some of them, such as those of
+        generation, were never meant to be replayed."""
         self.current = None
         if self._trained is None and reason not in self.reasons:
             self.reasons.append(reason)

@@ -63,7 +63,8 @@ class Kind:
         if self.state is State.OUTDATED:
             self._forget(State.UNSEEN)
         if self.state is State.OBSERVED and any(map(is_listened_to, self.model.layers)):
-            self.model.run_as_before(Reason("hooks", "there are hooks on parts of a layer"))  # a graph would go on calling them
+            # A graph would go on doing what these hooks do now, after they are removed.
+            self.model.run_as_before(Reason("hooks", "there are hooks on parts of a layer"))
             return None
         if self.state is State.OBSERVED:
             self.model.starts_over(x)  # a pool that begins with larger graphs has room for smaller ones
@@ -121,7 +122,8 @@ class Kind:
         model, layers = self.model, self.model.layers
         if any(seen.drew and is_checkpointed(layer) for seen, layer in zip(self.observed, layers)):
             raise RuntimeError("a checkpointed layer draws random numbers (dropout), and its second run would draw others")
-        if any(seen.drew for seen in self.observed) and not torch.is_grad_enabled():  # perhaps the first run of somebody's checkpoint
+        # Without gradients, this may be the first run of a user's own checkpoint; its second run must draw the same random numbers.
+        if any(seen.drew for seen in self.observed) and not torch.is_grad_enabled():
             raise RuntimeError("a layer draws random numbers (dropout) in a pass without gradients")
         self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
         on_use, here = self.outputs_are_used_between, model.memory.buffer("x", x).requires_grad_(x.requires_grad)

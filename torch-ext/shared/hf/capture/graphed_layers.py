@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs; on the causal LM: those graphs
-VERSION = operator.attrgetter("_version")
+VERSION = operator.attrgetter("_version")  # `version_of` in C, of tensors whose writes are counted
 WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a layer: the forward that stood on it before, None where there was none
 
 
@@ -96,13 +96,12 @@ class GraphedLayers:
         pass; on_use_between: called when a gradient arrives for what another layer than the last one returned."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
         self.memory, self.waiting, self.on_use_between = memory, waiting, on_use_between
-        self.gradients_on = torch.is_grad_enabled()
         self.modules = list(map(weakref.ref, layers))
         buffers = [[inputs[number] for number in layer.numbers] for layer in observed]
         self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(observed, buffers)]
         self.buffers = buffers[0]
         self.watch = Watch(layers, ignored=(GRAPHS,))
-        self.counted = [tensor for tensor in self.watch.tensors if not tensor.is_inference()]  # whose writes are
+        self.counted = [tensor for tensor in self.watch.tensors if not tensor.is_inference()]
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
         self.recorded: Dict[int, nn.Parameter] = {}  # what stands for each of them, by its id, while the graphs are recorded
         self.gradients: List[Optional[torch.Tensor]] = []
@@ -116,8 +115,8 @@ class GraphedLayers:
         return [layer() for layer in self.modules]
 
     def call(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
-        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer; copies of them, where there
-        is no backward pass up to which the next replay would wait."""
+        """Replays the forward graph. tensors: those that the first layer got. Returns the output of each layer, as a copy where
+        no backward pass keeps the next replay from overwriting it."""
         for buffer, tensor in zip(self.buffers, tensors):
             buffer.load(tensor)
         outputs = _Replay.apply(self, x, *self.parameters)
@@ -131,7 +130,7 @@ class GraphedLayers:
         names = [("output", self.first + number) for number in range(len(layers))]
 
         def function():
-            with _exchanged(layers, twins), torch.set_grad_enabled(self.gradients_on):
+            with _exchanged(layers, twins):
                 self.computed = _run_all(layers, self.x, self.kwargs)
             return tuple(self.memory.settled(names, [output.detach() for output in self.computed]))
 

@@ -65,8 +65,6 @@ def described(layer, x, kwargs):
     """(key, tensors, reason) of a layer's arguments: what has to be equal for a replay, and the tensors that are copied for it."""
     key: list = [x.shape, x.dtype, x.device, x.requires_grad, products_of(layer)]
     key.append(autocast_dtype(x.device.type))
-    if not torch.is_grad_enabled():
-        key += _adapters(layer)
     tensors: list = []
     planned = is_planned(layer, kwargs)
     for name, value in read_by_layer(kwargs, planned):
@@ -94,12 +92,14 @@ def described(layer, x, kwargs):
                 return None, (), Reason("call", text)
             tensors.append(part)
             key += (name, part.shape, part.dtype, part.device)
+    if not torch.is_grad_enabled():
+        key += _adapters(layer)
     return tuple(key), tensors, None
 
 
 def _adapters(layer) -> list:
-    """What PEFT's switches are set to in a layer: reference passes are without its adapters, or with others, and come in turn with passes
-    that have them."""
+    """Returns the state of PEFT's switches in a layer. Reference passes run without its adapters, or with other ones, and alternate with
+    passes that use them."""
     found: list = []
     for module in layer.modules():
         state = module.__dict__
