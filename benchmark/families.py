@@ -17,7 +17,7 @@ import torch
 from . import compiled_peer, models, published, routing, suites, unsloth_peer, varlen_peer
 from .providers import EIGHT_BITS_OF_OURS, is_ours, package, require_modules
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "nf4": torch.bfloat16}  # nf4: what four bits are made of
 DEVIATION = 0.02  # of every weight that is drawn
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 BRANCH_ENDS = ("o_proj.weight", "down_proj", "down_proj.weight")  # what they return is added to the residual

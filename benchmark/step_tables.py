@@ -36,6 +36,7 @@ AS_TRAINED = {
     "autocast over fp32 weights": "_autocast_fp32",
     "every layer checkpointed": "_checkpointing",
     "LoRA, rank 16, every layer checkpointed": "_lora_16_checkpointing",
+    "QLoRA, rank 16, every layer checkpointed": "_lora_16_nf4_checkpointing",
 }
 EIGHT_BITS = {"all weights": "_fp8", "LoRA, rank 16": "_lora_16_fp8"}
 TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}

@@ -75,10 +75,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way of training a model. lora: the rank of PEFT's adapters on all projections and experts, the only weights trained then; 0 to
-    train all weights. attention: whether those of attention alone have adapters. autocast: to bf16, as `bf16=True` of a Trainer does it.
-    weights: their dtype. checkpointing: of every layer. routing: of routing.py, for a model with experts. loss: of trl_losses.py; "" for
-    the model's own."""
+    """A way of training a model.
+
+    lora: the rank of PEFT's adapters on all projections and experts, the only weights trained then; 0 to train all weights. attention:
+    whether those of attention alone have adapters. autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype, or "nf4",
+    in bitsandbytes' four bits. checkpointing: of every layer. routing: of routing.py, for a model with experts. loss: of trl_losses.py; ""
+    for the model's own.
+    """
 
     lora: int = 0
     attention: bool = False
@@ -92,7 +95,7 @@ class Recipe:
     def name(self) -> str:
         """Return what tells the results of this recipe from those of bf16 weights that are all trained: "" for that one."""
         found = f"_lora_{self.lora}" * bool(self.lora) + "_attention" * self.attention + "_autocast" * self.autocast
-        found += "_fp32" * (self.weights == "fp32") + "_checkpointing" * self.checkpointing
+        found += f"_{self.weights}" * (self.weights != "bf16") + "_checkpointing" * self.checkpointing
         return found + f"_{self.routing}" * (self.routing != routing.UNIFORM) + f"_{self.loss}" * bool(self.loss)
 
     def peft_config(self, model=None):

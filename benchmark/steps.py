@@ -25,7 +25,7 @@ if not __package__:  # a measuring process runs this as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import compiled_peer, families, models, routing, unsloth_peer
+from . import compiled_peer, families, models, nf4, routing, unsloth_peer
 from .command_line import default_device, integers, new_parser, results_folder, some_of
 from .families import Family
 from .processes import Group
@@ -123,7 +123,7 @@ def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
     p.add_argument("--lora", type=int, default=lora, help="the rank of PEFT's adapters on all projections; 0 trains all weights")
     p.add_argument("--attention", action="store_true", help="adapters on the projections of attention alone")
     p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
-    p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
+    p.add_argument("--weights", choices=("bf16", "fp32", "nf4"), default="bf16", help="the dtype of the weights; nf4 is QLoRA")
     p.add_argument("--checkpointing", action="store_true", help="of every layer's activations")
     p.add_argument("--parts", action="store_true", help="also where the GPU's time of a step goes, in a file of its own")
     p.add_argument("--loss", choices=("", *LOSSES), default="", help=f"of TRL's trainer, over {ROWS} rows; without it the model's own")
@@ -142,6 +142,8 @@ def build(args) -> Stepper:
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model, kind=recipe.routing)
+    if recipe.weights == "nf4":
+        model = nf4.in_nf4(model, args.device)
     if family.by_model and is_ours(args.child):
         package(family.package).kernelize(model)
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
@@ -193,8 +195,10 @@ def main(
         p.error("argument --loss: a trainer of TRL has its own batches, which are not compiled, captured or Unsloth's; leave these out")
     if recipe.loss and min(args.tokens) < 2 * ROWS:
         p.error(f"argument --tokens: {min(args.tokens)}, expected at least {2 * ROWS} for the rows of --loss")
-    if recipe.weights == "fp32" and models.size(args.model).experts:
-        p.error(f"argument --weights: fp32 is for dense models, and the model is {args.model}")
+    if recipe.weights != "bf16" and models.size(args.model).experts:
+        p.error(f"argument --weights: {recipe.weights} is for dense models, and the model is {args.model}")
+    if recipe.weights == "nf4" and not recipe.lora:
+        p.error("argument --weights: nf4 weights are frozen below adapters; ask for --lora")
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
     eight_bits = "_fp8" * bool(EIGHT_BITS & set(args.providers))

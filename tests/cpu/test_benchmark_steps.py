@@ -56,6 +56,7 @@ def test_the_first_step_of_a_new_interpreter_is_measured_alone(tmp_path, in_this
 STEPPED = {
     "lora": (benchmark_lora, "qwen3_step_lora_2", "--lora 2 --layers 2"),
     "autocast": (benchmark_lora, "qwen3_step_autocast_fp32", "--lora 0 --autocast --weights fp32"),
+    "qlora": (benchmark_lora, "qwen3_step_lora_2_nf4_checkpointing", "--lora 2 --layers 2 --weights nf4 --checkpointing"),
     "dense": (steps, "dense_step", "--model gemma_tiny --layers 2"),
     "qwen3_5": (steps, "qwen3_5_step", "--model qwen3.5_tiny --layers 4"),
     "gpt_oss": (steps, "gpt_oss_step", "--model gpt_oss_tiny --layers 1"),
