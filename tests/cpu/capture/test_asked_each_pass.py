@@ -1,9 +1,11 @@
 """What Trainer asks a captured model in each pass is what the model's class says, without a walk over all modules."""
 
+import contextlib
 import copy
 import gc
 import itertools
 import operator
+import warnings
 import weakref
 
 import peft
@@ -14,7 +16,7 @@ from torch import nn
 from tests.capturing import one_family
 
 pytestmark = one_family
-NAMES = "train", "num_parameters", "parameters"
+NAMES = "train", "num_parameters", "parameters", "modules"
 
 
 class Counting(nn.Module):
@@ -65,6 +67,185 @@ def test_none_walks_over_all_modules(adapted):
             patch.setattr(causal_lm.model, name, None)
         assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
         assert len(list(model.parameters())) == len(parameters)
+
+
+@pytest.mark.parametrize("change", ("none", "added", "shared", "absent", "removed"))
+def test_the_modules_are_torchs(adapted, change):
+    for model in adapted:
+        layers = adapted[1].model.layers
+        if change == "added":
+            layers[0].mlp.more = nn.Sequential(nn.Linear(2, 2))
+        if change == "shared":
+            layers[1].mlp = layers[0].mlp
+        if change == "absent":
+            layers[0].register_module("absent", None)
+        if change == "removed" and "mlp" in layers[1]._modules:
+            del layers[1].mlp
+        for _ in range(2):
+            found, expected = list(model.modules()), list(nn.Module.modules(model))
+            assert len(found) == len(expected) and all(map(operator.is_, found, expected))
+        assert "modules" in vars(model)
+
+
+def below_itself(model, layer):
+    layer.mlp.more = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def a_later_one(model, layer):
+    layer.post_attention_layernorm = nn.Sequential(nn.Linear(2, 2), layer.input_layernorm)
+
+
+def one_that_held_others(model, layer):
+    model.model.layers[1].mlp = nn.Linear(2, 2)
+
+
+def none_any_more(model, layer):
+    model.model.layers[1].mlp = None
+
+
+def a_shared_one(model, layer):
+    model.model.layers[1].self_attn = nn.Linear(2, 2)
+
+
+def before_it(model, layer):
+    layer.self_attn = nn.Linear(2, 2)
+
+
+def at_the_root(model, layer):
+    model.lm_head = nn.Sequential(nn.Linear(2, 2))
+
+
+def what_holds_it(model, layer):
+    model.model.layers[0] = nn.Linear(2, 2)
+    layer.input_layernorm = nn.Linear(2, 2)
+
+
+def below_the_root(model, layer):
+    model.more = nn.Linear(2, 2)
+
+
+AT = "model.layers.0.mlp"
+CHANGES = [(AT, below_itself), (AT, a_later_one), (AT, one_that_held_others), (AT, none_any_more), (AT, a_shared_one), (AT, before_it),
+           (AT, at_the_root), (AT, what_holds_it), ("", below_the_root)]  # fmt: skip
+
+
+@pytest.mark.parametrize("at, change", CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_the_caller_changes_on_its_way_is_seen_as_by_torch(package, tiny_model, at, change):
+    """A loop that replaces modules sees what it would see without `capture`, from the first walk on and in the next one."""
+    model = package.kernelize(tiny_model(num_hidden_layers=3))
+    model.model.layers[1].self_attn = model.model.layers[2].self_attn
+    plain = copy.deepcopy(model)
+    package.capture(model)
+    for turn in range(2):
+        seen = {}
+        for each, walk in ((model, model.modules), (plain, lambda: nn.Module.modules(plain))):
+            names, seen[each] = {module: name for name, module in each.named_modules()}, []
+            for module in walk():
+                seen[each].append(names.get(module, type(module).__name__))
+                if seen[each][-1] == at and not turn:
+                    change(each, each.model.layers[0])
+        assert seen[model] == seen[plain]
+
+
+def test_a_walk_sees_what_came_before_its_first_module(adapted):
+    for model in adapted:
+        list(model.modules())
+        walk = model.modules()
+        model.late = nn.Linear(2, 2)
+        assert model.late in list(walk)
+        del model.late
+
+
+@pytest.mark.parametrize("owner", ("class", "module", "child's class"))
+def test_how_a_user_finds_modules_is_kept(adapted, monkeypatch, owner):
+    model, found = adapted[0], nn.Linear(1, 1)
+    norm = adapted[1].model.norm
+    if owner == "class":
+        monkeypatch.setattr(type(model), "modules", lambda self: iter([found]), raising=False)
+        assert list(model.modules()) == [found]
+        return
+    holder = norm if owner == "module" else type(norm)
+    monkeypatch.setattr(holder, "named_modules", lambda *args, **kwargs: iter([("one", found)]), raising=False)
+    assert found in list(model.modules()) and norm not in list(model.modules())
+
+
+ADAPTERS = {
+    "lora": peft.LoraConfig(r=2, target_modules="all-linear"),
+    "saved": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]}),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+    "vera": peft.VeraConfig(r=2, target_modules=["q_proj"]),
+}
+
+
+def adapter_layers(model):
+    kinds = peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.AuxiliaryTrainingWrapper
+    return [module for module in nn.Module.modules(model) if isinstance(module, kinds)]
+
+
+def switches(model):
+    """What a pass may see of a model's adapters."""
+    off, trained = [layer.disable_adapters for layer in adapter_layers(model)], [p.requires_grad for p in model.parameters()]
+    return off, trained, model._adapters_disabled
+
+
+def written_out(monkeypatch):
+    """Notes how often a module is written out, as PEFT does for the status of all adapters."""
+    found, original = [], nn.Module.__repr__
+    monkeypatch.setattr(nn.Module, "__repr__", lambda self: found.append(self) or original(self))
+    return found
+
+
+@pytest.mark.parametrize("state", ("on", "off", "some", "wrappers off"))
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, monkeypatch):
+    """A reference pass of DPO asks for no status of adapters that nobody reads."""
+    found = {}
+    for captured in (False, True):
+        model = peft.get_peft_model(package.kernelize(tiny_model()), copy.deepcopy(ADAPTERS[kind])).train()
+        if state == "off":
+            model.base_model.disable_adapter_layers()
+        if state == "some":
+            adapter_layers(model)[0].enable_adapters(False)
+        if state == "wrappers off":  # around tokens that are trained, of which PEFT asks what is in them alone
+            for wrapper in (each for each in adapter_layers(model) if isinstance(each, peft.utils.other.TrainableTokensWrapper)):
+                wrapper._disable_adapters = True
+        if captured:
+            package.capture(model)
+        texts = written_out(monkeypatch)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            with model.disable_adapter() as nothing, model.disable_adapter():
+                within = switches(model)
+        said = [str(warning.message) for warning in given]
+        assert nothing is None and bool(texts) is not captured
+        found[captured] = within, switches(model), said
+        with pytest.raises(KeyError), model.disable_adapter():
+            raise KeyError
+        assert switches(model) == found[captured][1]
+        package.reset()
+        assert "disable_adapter" not in vars(model)
+    assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("owner", ("model", "class", "function", "whole"))
+def test_how_a_user_finds_the_status_of_adapters_is_kept(adapted, monkeypatch, owner):
+    model, asked = adapted[0], []
+    status = model.get_model_status()
+    if owner == "model":
+        monkeypatch.setattr(model, "get_model_status", lambda: asked.append(1) or status, raising=False)
+    elif owner == "class":
+        monkeypatch.setattr(type(model), "get_model_status", lambda self: asked.append(1) or status)
+    elif owner == "function":
+        monkeypatch.setattr(peft.peft_model, "get_layer_status", lambda of: asked.append(1) or [])
+    else:
+        monkeypatch.setattr(type(model), "disable_adapter", contextlib.contextmanager(lambda self: iter([asked.append(1)])))
+    try:
+        with model.disable_adapter():
+            pass
+    except AttributeError:  # of a status without layers
+        assert owner == "function"
+    assert asked == [1]
 
 
 @pytest.mark.parametrize("change", ("none", "frozen", "added", "shared", "absent"))

@@ -3,7 +3,7 @@
 
 import itertools
 import operator
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from torch import nn
 
@@ -42,6 +42,36 @@ class _Held:
         return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
 
 
+class _Step(NamedTuple):
+    """Holds where PyTorch's walk over modules comes to. siblings: what has `module` by its name; below: what that module holds, None where
+    there is none, or the walk has been there; size: of that; parent: the number of the step to what holds it, -1 for the root; place: among
+    its siblings."""
+
+    siblings: dict
+    name: str
+    module: Optional[nn.Module]
+    below: Optional[dict]
+    size: int
+    parent: int
+    place: int
+
+
+def _steps_of(root: nn.Module) -> List[_Step]:
+    steps: List[_Step] = []
+    seen = {root}
+
+    def descend(siblings: dict, parent: int) -> None:
+        for place, (name, module) in enumerate(siblings.items()):
+            below = None if module is None or module in seen else module._modules
+            steps.append(_Step(siblings, name, module, below, len(below or ()), parent, place))
+            if below is not None:
+                seen.add(module)
+                descend(below, len(steps) - 1)
+
+    descend(root._modules, -1)
+    return steps
+
+
 class Tree(NotCopied):
     """What is in a module. It stands on that module, and so refers to what is below it alone: a cycle would wait for Python's cyclic
     garbage collector. A module's own dictionaries, such as that of its hooks, are taken to stay the objects that they are.
@@ -57,6 +87,7 @@ class Tree(NotCopied):
         self._found: Optional[_Held] = None  # modules
         self._held: Optional[_Held] = None  # parameters, in no order
         self._parameters: List[nn.Parameter] = []
+        self._steps: Optional[List[_Step]] = None
         self.embeddings: List[nn.Module] = []
 
     def is_of(self, root: nn.Module, without: Tuple[nn.Module, ...]) -> bool:
@@ -73,6 +104,40 @@ class Tree(NotCopied):
             self._held, self._parameters = _Held([root._parameters, *map(_PARAMETERS, self.modules)]), _parameters_of(root)
             self.embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
         return self._parameters
+
+
+    def walk(self, root: nn.Module) -> Iterator[nn.Module]:
+        """Yields the module on which it stands and what is below, as PyTorch's `modules` does, also what the caller puts there meanwhile.
+        Where that makes PyTorch's raise, since a module holds more than when the walk began with it, this one may go on."""
+        if self._steps is None:
+            self._steps = _steps_of(root)
+        before = len(root._modules)
+        yield root
+        if len(root._modules) != before:
+            yield from self._rest(root, 0, -1, 0)
+            return
+        for number, (siblings, name, module, below, size, parent, place) in enumerate(self._steps):
+            if siblings.get(name) is not module:
+                yield from self._rest(root, number, parent, place)
+                return
+            if below is not None:
+                yield module  # type: ignore[misc]  # it is one
+                if len(below) != size:
+                    yield from self._rest(root, number + 1, number, 0)
+                    return
+
+    def _rest(self, root: nn.Module, number: int, parent: int, place: int) -> Iterator[nn.Module]:
+        """Yields what a walk comes to after so many steps: the modules that the one of step `parent` holds, from a place on, and so on."""
+        steps: List[Any] = self._steps or []
+        seen = {root, *(step.module for step in steps[:number] if step.below is not None)}
+        while True:
+            above = root if parent < 0 else steps[parent].module
+            for module in itertools.islice(above._modules.values(), place, None):
+                if module is not None:
+                    yield from (found for _, found in module.named_modules(seen))
+            if parent < 0:
+                return
+            parent, place = steps[parent].parent, steps[parent].place + 1
 
 
 def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
