@@ -228,6 +228,16 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
     assert found[True] == found[False]
 
 
+def test_adapters_of_several_kinds_are_switched_off(package, tiny_model):
+    """A mixed model has no status."""
+    model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules=["q_proj"]), mixed=True).train()
+    package.capture(model)
+    assert "disable_adapter" not in vars(model)
+    with model.disable_adapter():
+        assert all(layer.disable_adapters for layer in adapter_layers(model))
+    assert not any(layer.disable_adapters for layer in adapter_layers(model))
+
+
 @pytest.mark.parametrize("owner", ("model", "class", "function", "whole"))
 def test_how_a_user_finds_the_status_of_adapters_is_kept(adapted, monkeypatch, owner):
     model, asked = adapted[0], []

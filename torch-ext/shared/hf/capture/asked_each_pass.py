@@ -28,7 +28,8 @@ __all__ = ["answer", "take_back"]
 _TRAIN, _TRAINING, _NEEDS_GRAD = nn.Module.train, operator.itemgetter("training"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters
-_MODULES, _NAMED_MODULES, _PEFT = nn.Module.modules, nn.Module.named_modules, "peft.peft_model"
+_MODULES, _NAMED_MODULES = nn.Module.modules, nn.Module.named_modules
+_PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # the last is left out
 _OF_TORCH = tuple(getattr(nn.Module, name) for name in _WALKS)
 
 
@@ -109,9 +110,9 @@ class _WithShortStatus:
 
 def _with_adapters(model: nn.Module) -> List[Any]:
     """The modules whose status PEFT would find out."""
-    peft, found = sys.modules[_PEFT], tree_of(model).modules
-    kinds, but = (peft.BaseTunerLayer, peft.AuxiliaryTrainingWrapper), peft.TrainableTokensWrapper
-    classes = {cls for cls in set(map(type, found)) if issubclass(cls, kinds) and not issubclass(cls, but)}
+    *kinds, but = (getattr(sys.modules[_PEFT], name) for name in _ADAPTED)
+    found = tree_of(model).modules
+    classes = {cls for cls in set(map(type, found)) if issubclass(cls, tuple(kinds)) and not issubclass(cls, but)}
     return [module for module in found if type(module) in classes]
 
 
@@ -121,11 +122,13 @@ def _asks_for_a_short_status(cls: Any) -> bool:
     within = getattr(method, "__wrapped__", None)
     if peft is None or getattr(method, "__globals__", {}).get("__name__") != "contextlib":
         return False
-    wanted = [(within, "PeftModel.disable_adapter"), (cls.get_model_status, "PeftModel.get_model_status")]
+    wanted = [(within, "PeftModel.disable_adapter"), (getattr(cls, "get_model_status", None), "PeftModel.get_model_status")]
     wanted += [(getattr(peft, name, None), name) for name in ("get_model_status", "get_layer_status")]
     if not all(is_transformers_own(function, _PEFT, name) for function, name in wanted):
         return False
     fields = {field.name for field in dataclasses.fields(peft.TunerModelStatus)}
+    if not {*_ADAPTED} <= {*peft.get_layer_status.__code__.co_names}:  # another version's
+        return False
     return fields.intersection(within.__code__.co_names) == {"enabled"}  # type: ignore[union-attr]  # is_transformers_own says so
 
 
@@ -143,13 +146,15 @@ METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules, dis
 def _can_answer(model: Any, method: Callable) -> bool:
     """Tells whether a model's method of the same name is the one that a function here stands for."""
     cls, name = type(model), method.__name__
+    if name in vars(model):
+        return False
     if method is parameters:
         return _is_found_as_torch_does(model)
     if method is modules:
-        return name not in vars(model) and cls.modules is _MODULES
+        return cls.modules is _MODULES
     if method is disable_adapter:
-        return name not in vars(model) and _asks_for_a_short_status(cls)
-    if name in vars(model) or not is_defined_by(cls.__mro__, getattr(cls, name, None), name):
+        return _asks_for_a_short_status(cls)
+    if not is_defined_by(cls.__mro__, getattr(cls, name, None), name):
         return False
     # weights of four bits count twice
     return method is train or model.num_parameters(exclude_embeddings=True) == num_parameters(model, exclude_embeddings=True)
