@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 import operator
+import sys
 import warnings
 import weakref
 
@@ -67,6 +68,27 @@ def test_none_walks_over_all_modules(adapted):
             patch.setattr(causal_lm.model, name, None)
         assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
         assert len(list(model.parameters())) == len(parameters)
+
+
+def test_a_reference_pass_takes_no_walk_of_torchs(package, adapted, monkeypatch):
+    """What PEFT, transformers and accelerate do to a model before and after it."""
+    from accelerate.utils import extract_model_from_parallel
+
+    (model, causal_lm), calls, original = adapted, [], nn.Module.named_modules
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.capture.asked_each_pass"], "_NAMED_MODULES", counted)
+    assert len(list(model.modules())) == 2 + len(list(causal_lm.modules())) and not calls
+    extract_model_from_parallel(model)
+    causal_lm.gradient_checkpointing_disable()
+    with model.disable_adapter():
+        pass
+    causal_lm.gradient_checkpointing_enable()
+    assert max((len(list(each.children())) for each in calls), default=0) < 2, "of adapters' parts alone"
 
 
 @pytest.mark.parametrize("change", ("none", "added", "shared", "absent", "removed"))
