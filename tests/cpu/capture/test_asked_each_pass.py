@@ -1,8 +1,11 @@
 """What Trainer asks a captured model in each pass is what the model's class says, without a walk over all modules."""
 
+import collections
 import contextlib
 import copy
+import functools
 import gc
+import inspect
 import itertools
 import operator
 import sys
@@ -81,7 +84,7 @@ def test_a_reference_pass_takes_no_walk_of_torchs(package, adapted, monkeypatch)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)
-    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.capture.asked_each_pass"], "_NAMED_MODULES", counted)
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.parts.tree"], "_NAMED_MODULES", counted)
     assert len(list(model.modules())) == 2 + len(list(causal_lm.modules())) and not calls
     extract_model_from_parallel(model)
     causal_lm.gradient_checkpointing_disable()
@@ -146,15 +149,41 @@ def below_the_root(model, layer):
     model.more = nn.Linear(2, 2)
 
 
+def among_its_siblings(model, layer):
+    layer.more = nn.Linear(2, 2)
+
+
+def one_before_it_of_another_name(model, layer):
+    del layer.self_attn
+    layer.more = nn.Linear(2, 2)
+
+
+def a_later_one_moves_to_the_end(model, layer):
+    norm = layer.input_layernorm
+    del layer.input_layernorm
+    layer.input_layernorm = norm
+
+
+def none_of_another_name(model, layer):
+    del model.model.layers[1].absent
+    model.model.layers[1].more = nn.Linear(2, 2)
+
+
+def its_own_way(model, layer):
+    layer.input_layernorm.named_modules = lambda memo, prefix, remove_duplicate: iter([("one", nn.SiLU())])
+
+
 AT = "model.layers.0.mlp"
 CHANGES = [(AT, below_itself), (AT, a_later_one), (AT, one_that_held_others), (AT, none_any_more), (AT, a_shared_one), (AT, before_it),
-           (AT, at_the_root), (AT, what_holds_it), ("", below_the_root)]  # fmt: skip
+           (AT, at_the_root), (AT, what_holds_it), (AT, among_its_siblings), (AT, one_before_it_of_another_name),
+           (AT, a_later_one_moves_to_the_end), (AT, none_of_another_name), (AT, its_own_way), ("", below_the_root)]  # fmt: skip
 
 
 @pytest.mark.parametrize("at, change", CHANGES, ids=lambda each: getattr(each, "__name__", ""))
 def test_what_the_caller_changes_on_its_way_is_seen_as_by_torch(package, tiny_model, at, change):
     """A loop that replaces modules sees what it would see without `capture`, from the first walk on and in the next one."""
     model = package.kernelize(tiny_model(num_hidden_layers=3))
+    model.model.layers[1].register_module("absent", None)
     model.model.layers[1].self_attn = model.model.layers[2].self_attn
     plain = copy.deepcopy(model)
     package.capture(model)
@@ -162,11 +191,58 @@ def test_what_the_caller_changes_on_its_way_is_seen_as_by_torch(package, tiny_mo
         seen = {}
         for each, walk in ((model, model.modules), (plain, lambda: nn.Module.modules(plain))):
             names, seen[each] = {module: name for name, module in each.named_modules()}, []
-            for module in walk():
-                seen[each].append(names.get(module, type(module).__name__))
-                if seen[each][-1] == at and not turn:
-                    change(each, each.model.layers[0])
+            try:
+                for module in walk():
+                    seen[each].append(names.get(module, type(module).__name__))
+                    if seen[each][-1] == at and not turn:
+                        change(each, each.model.layers[0])
+            except RuntimeError as error:
+                seen[each].append(str(error))
         assert seen[model] == seen[plain]
+
+
+def test_modules_that_are_held_twice(adapted):
+    model, causal_lm = adapted
+    causal_lm.model.layers[1].mlp = causal_lm.model.layers[0].mlp
+    signature, error = inspect.signature(nn.Module().modules), None
+    assert inspect.signature(model.modules) == signature
+    if "remove_duplicate" in signature.parameters:  # newer torch
+        assert len(list(model.modules(False))) == len(list(model.modules(remove_duplicate=False))) > len(list(model.modules()))
+    try:
+        list(nn.Module().modules(1, 2))
+    except TypeError as raised:
+        error = type(raised)
+    with pytest.raises(error):
+        list(model.modules(1, 2))
+
+
+@pytest.mark.parametrize("kind", ("modules", "parameters"))
+def test_a_dictionary_that_is_another_one(adapted, kind):
+    """As PyTorch's lists have after some were deleted, be it none: what comes into it is found."""
+    model, causal_lm = adapted
+    assert model.train() is model and list(model.parameters())
+    if kind == "modules":
+        layers = causal_lm.model.layers
+        del layers[len(layers) :]
+        layers.append(nn.Linear(3, 3).eval())
+    else:
+        norm = causal_lm.model.norm
+        norm._parameters = dict(norm._parameters)
+        norm.more = nn.Parameter(torch.ones(3))
+    found, expected = list(model.parameters()), list(nn.Module.parameters(model))
+    assert len(found) == len(expected) and all(map(operator.is_, found, expected))
+    assert all(module.training for module in model.train().modules())
+
+
+def test_a_hook_in_another_dictionary_is_noticed(package, adapted):
+    """Some remove hooks by giving a module new dictionaries. Padding stays in a batch whose modules are listened to."""
+    decoder = adapted[1].model
+    sees = functools.partial(sys.modules[f"{package.__name__}.shared.hf.model.padding"]._may_see_padding, decoder, decoder.embed_tokens)
+    assert not sees()
+    decoder.norm._forward_hooks = collections.OrderedDict()
+    assert not sees()
+    decoder.norm.register_forward_hook(lambda *given: None)
+    assert sees()
 
 
 def test_a_walk_sees_what_came_before_its_first_module(adapted):
@@ -218,7 +294,7 @@ def written_out(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("state", ("on", "off", "some", "wrappers off"))
+@pytest.mark.parametrize("state", ("on", "off", "some", "last", "wrappers off"))
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, monkeypatch):
     """A reference pass of DPO asks for no status of adapters that nobody reads."""
@@ -229,6 +305,8 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
             model.base_model.disable_adapter_layers()
         if state == "some":
             adapter_layers(model)[0].enable_adapters(False)
+        if state == "last":  # of what is saved whole, say
+            adapter_layers(model)[-1].enable_adapters(False)
         if state == "wrappers off":  # around tokens that are trained, of which PEFT asks what is in them alone
             for wrapper in (each for each in adapter_layers(model) if isinstance(each, peft.utils.other.TrainableTokensWrapper)):
                 wrapper._disable_adapters = True
@@ -237,8 +315,10 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
         texts = written_out(monkeypatch)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
-            with model.disable_adapter() as nothing, model.disable_adapter():
-                within = switches(model)
+            with model.disable_adapter() as nothing:
+                with model.disable_adapter():
+                    within = [switches(model)]
+                within.append(switches(model))
         said = [str(warning.message) for warning in given]
         assert nothing is None and bool(texts) is not captured
         found[captured] = within, switches(model), said
@@ -248,6 +328,57 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
         package.reset()
         assert "disable_adapter" not in vars(model)
     assert found[True] == found[False]
+
+
+def beside(model):
+    model.base_model.disable_adapter_layers()
+    other = nn.Sequential(nn.Linear(2, 2))
+    model.critic = peft.get_peft_model(other, peft.LoraConfig(target_modules=["0"]))
+
+
+def hidden(model):
+    model.base_model.disable_adapter_layers()
+    first, second = adapter_layers(model)
+    first.enable_adapters(True)
+    model.base_model.named_modules = lambda *args, **kwargs: iter([("one", second)])
+
+
+def unloaded(model):
+    model.unload()
+
+
+def compiled(model):
+    model.base_model = torch.compile(model.base_model)
+
+
+@pytest.mark.parametrize("change", (beside, hidden, unloaded, compiled), ids=lambda change: change.__name__)
+def test_whose_status_is_asked(package, tiny_model, change):
+    """That of the adapters in the base model alone, as it shows them; where there are none, PEFT's own error."""
+    found = {}
+    for captured in (False, True):
+        model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+        if captured:
+            package.capture(model)
+        layers = adapter_layers(model)
+        change(model)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            try:
+                with model.disable_adapter():
+                    pass
+                found[captured] = [layer.disable_adapters for layer in layers], [str(warning.message) for warning in given]
+            except (TypeError, ValueError) as error:
+                found[captured] = type(error), str(error)
+        package.reset()
+    assert found[True] == found[False]
+
+
+def test_a_status_of_the_users_that_comes_late(adapted):
+    model, asked = adapted[0], []
+    manager, status = model.disable_adapter(), model.get_model_status()
+    model.get_model_status = lambda: asked.append(1) or status
+    with manager:
+        assert asked == [1]
 
 
 def test_adapters_of_several_kinds_are_switched_off(package, tiny_model):
@@ -331,15 +462,21 @@ def test_what_changes_between_two_questions_is_noticed(adapted, change):
 
 def test_a_captured_model_goes_with_its_last_user(package, tiny_model):
     """What was found of it refers to no module that holds it."""
-    model = package.kernelize(tiny_model())
-    package.capture(model)
-    model.train()
-    assert list(model.parameters()) and model.num_parameters()
-    gone, enabled = weakref.ref(model), gc.isenabled()
+    enabled = gc.isenabled()
+    gc.collect()
     gc.disable()
     try:
-        del model
-        assert gone() is None
+        model = package.kernelize(tiny_model())
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        causal_lm = model.get_base_model()
+        package.capture(model)
+        model.train()
+        assert list(model.parameters()) and model.num_parameters() and list(model.modules()) and list(causal_lm.modules())
+        with model.disable_adapter():
+            pass
+        gone = [weakref.ref(each) for each in (model, causal_lm)]
+        del model, causal_lm
+        assert [each() for each in gone] == [None, None]
     finally:
         if enabled:
             gc.enable()

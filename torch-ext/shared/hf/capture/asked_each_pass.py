@@ -10,27 +10,28 @@ kept.
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import sys
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Iterator, List, Tuple
+from typing import Any, Callable, ContextManager, Iterator, Tuple
 
 import torch
 from torch import nn
 
 from ..parts.binding import BoundMethod
-from ..parts.modules import decoder_of, is_defined_by, is_transformers_own
-from ..parts.tree import TREE, keep_tree, tree_of
+from ..parts.modules import decoder_of, is_defined_by, is_transformers_own, torchs_own
+from ..parts.tree import TREE, keep_tree, tree_of, walk
 
 __all__ = ["answer", "take_back"]
 
-_TRAIN, _TRAINING, _NEEDS_GRAD = nn.Module.train, operator.itemgetter("training"), operator.attrgetter("requires_grad")
+_TRAIN, _TRAINING, _NEEDS_GRAD = torchs_own("train"), operator.itemgetter("training"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters
-_MODULES, _NAMED_MODULES = nn.Module.modules, nn.Module.named_modules
+_MODULES = torchs_own("modules")
 _PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # the last is left out
-_OF_TORCH = tuple(getattr(nn.Module, name) for name in _WALKS)
+_OF_TORCH = tuple(map(torchs_own, _WALKS))
 
 
 def _changes_the_mode_alone(cls: Any) -> bool:
@@ -79,13 +80,11 @@ def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool 
     return sum(map(torch.Tensor.numel, filter(_NEEDS_GRAD, counted) if only_trainable else counted))
 
 
-def modules(self) -> Iterator[nn.Module]:
-    """`modules` of PyTorch, in its order."""
-    tree = tree_of(self)
-    classes: Any = {type(self), *map(type, tree.modules)}
-    own = any(map(dict.__contains__, [vars(self), *tree.states], repeat("named_modules")))
-    same = not own and type(self).modules is _MODULES and all(cls.named_modules is _NAMED_MODULES for cls in classes)
-    yield from tree.walk(self) if same else type(self).modules(self)
+@functools.wraps(nn.Module.modules)
+def modules(self, *args, **kwargs):
+    if args or kwargs or type(self).modules is not _MODULES:
+        return type(self).modules(self, *args, **kwargs)
+    return walk(self)
 
 
 class _WithShortStatus:
@@ -102,18 +101,16 @@ class _WithShortStatus:
 
     def get_model_status(self) -> Any:
         model = vars(self)["_model"]
-        enabled = {not layer.disable_adapters for layer in _with_adapters(model)}
+        peft, base = sys.modules[_PEFT], model.base_model
+        if "get_model_status" in vars(model) or not _asks_for_a_short_status(type(model)) or not isinstance(base, peft.BaseTuner):
+            return model.get_model_status()
+        *kinds, but = (getattr(peft, name) for name in _ADAPTED)
+        found = list(walk(base))
+        classes = {cls for cls in set(map(type, found)) if issubclass(cls, tuple(kinds)) and not issubclass(cls, but)}
+        enabled = {not module.disable_adapters for module in found if type(module) in classes}
         if not enabled:
             return model.get_model_status()
         return SimpleNamespace(enabled=enabled.pop() if len(enabled) == 1 else "irregular")
-
-
-def _with_adapters(model: nn.Module) -> List[Any]:
-    """The modules whose status PEFT would find out."""
-    *kinds, but = (getattr(sys.modules[_PEFT], name) for name in _ADAPTED)
-    found = tree_of(model).modules
-    classes = {cls for cls in set(map(type, found)) if issubclass(cls, tuple(kinds)) and not issubclass(cls, but)}
-    return [module for module in found if type(module) in classes]
 
 
 def _asks_for_a_short_status(cls: Any) -> bool:
@@ -134,10 +131,9 @@ def _asks_for_a_short_status(cls: Any) -> bool:
 
 def disable_adapter(self) -> ContextManager:
     """`disable_adapter` of PEFT."""
-    cls = type(self)
-    if "get_model_status" in vars(self) or not _asks_for_a_short_status(cls):
-        return cls.disable_adapter(self)
-    return contextlib.contextmanager(cls.disable_adapter.__wrapped__)(_WithShortStatus(self))
+    method = type(self).disable_adapter
+    short = _asks_for_a_short_status(type(self))
+    return contextlib.contextmanager(method.__wrapped__)(_WithShortStatus(self)) if short else method(self)
 
 
 METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules, disable_adapter)

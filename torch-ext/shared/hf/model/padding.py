@@ -129,7 +129,7 @@ def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
     tree, modeling = tree_of(decoder, embedding), _as_it_was(type(decoder)).__module__
     kinds = list(map(type, tree.modules))
     each = {type(decoder), *kinds}
-    if _is_listened_to([vars(decoder), *tree.states], tree.hooks) or not all(_is_known(cls, modeling) for cls in each):
+    if _is_listened_to([vars(decoder), *tree.states], tree.hooks()) or not all(_is_known(cls, modeling) for cls in each):
         return True
     asked = {cls for cls in each if is_by(ASKED_EACH, cls)}
     states = itertools.compress(tree.states, map(asked.__contains__, kinds)) if asked else ()

@@ -10,7 +10,7 @@ import operator
 import sys
 from contextvars import ContextVar
 from types import FunctionType
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ __all__ = [
     "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
     "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",
-    "why_not_own", "without_decorators",
+    "torchs_own", "why_not_own", "without_decorators",
 ]  # fmt: skip
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
@@ -154,6 +154,12 @@ class OwnForwards:
 def is_defined_by(classes, function, name: str) -> bool:
     """Tells whether a function is the method that one of some classes defines under a name, by its text and not by what is there now."""
     return any(is_transformers_own(function, cls.__module__, f"{cls.__qualname__}.{name}") for cls in classes)
+
+
+def torchs_own(name: str) -> Optional[Callable]:
+    """PyTorch's own method of all modules; None if another is in its place."""
+    method = getattr(nn.Module, name)
+    return method if is_transformers_own(method, nn.Module.__module__, f"Module.{name}") else None
 
 
 def modules_of(root: nn.Module, *but: nn.Module) -> List[nn.Module]:

@@ -3,18 +3,19 @@
 
 import itertools
 import operator
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import nn
 
-from .modules import SAVED, modules_of
+from .modules import SAVED, modules_of, torchs_own
 
-__all__ = ["HOOKS", "TREE", "NotCopied", "keep_tree", "tree_of"]
+__all__ = ["HOOKS", "TREE", "NotCopied", "keep_tree", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
 _MODULES, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _each = itertools.chain.from_iterable
+_NAMED_MODULES = torchs_own("named_modules")
 
 
 class NotCopied:
@@ -28,7 +29,7 @@ class NotCopied:
 
 
 class _Held:
-    """What some dictionaries hold, and whether they still do. They are compared in C."""
+    """What some dictionaries hold, and whether others are those, and still hold it. They are compared in C."""
 
     def __init__(self, owners: Iterable[dict]):
         self._owners = list(owners)
@@ -36,108 +37,70 @@ class _Held:
         self._filled = list(filter(None, self._owners))
         self.values = list(_each(map(dict.values, self._filled)))
 
-    def is_same(self) -> bool:
-        if list(map(len, self._owners)) != self._sizes:
+    def is_same(self, owners: Iterable[dict]) -> bool:
+        if not all(map(operator.is_, owners, self._owners)) or list(map(len, self._owners)) != self._sizes:
             return False
         return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
 
 
-class _Step(NamedTuple):
-    """Holds where PyTorch's walk over modules comes to. siblings: what has `module` by its name; below: what that module holds, None where
-    there is none, or the walk has been there; size: of that; parent: the number of the step to what holds it, -1 for the root; place: among
-    its siblings."""
-
-    siblings: dict
-    name: str
-    module: Optional[nn.Module]
-    below: Optional[dict]
-    size: int
-    parent: int
-    place: int
-
-
-def _steps_of(root: nn.Module) -> List[_Step]:
-    steps: List[_Step] = []
-    seen = {root}
-
-    def descend(siblings: dict, parent: int) -> None:
-        for place, (name, module) in enumerate(siblings.items()):
-            below = None if module is None or module in seen else module._modules
-            steps.append(_Step(siblings, name, module, below, len(below or ()), parent, place))
-            if below is not None:
-                seen.add(module)
-                descend(below, len(steps) - 1)
-
-    descend(root._modules, -1)
-    return steps
-
-
 class Tree(NotCopied):
     """What is in a module. It stands on that module, and so refers to what is below it alone: a cycle would wait for Python's cyclic
-    garbage collector. A module's own dictionaries, such as that of its hooks, are taken to stay the objects that they are.
+    garbage collector.
 
-    modules: what is below, each once; states: the attributes of each; hooks: the dictionaries of the hooks of each.
+    modules: what is below, each once; states: the attributes of each.
     """
 
     def __init__(self, root: nn.Module, without: Tuple[nn.Module, ...]):
-        self.without, self._below, self._own = without, root._modules, root._parameters
+        self.without = without
         self.modules = modules_of(root, *without)[1:]
         self.states = list(map(vars, self.modules))
-        self.hooks = list(_each(map(HOOKS, self.states)))
         self._found: Optional[_Held] = None  # modules
         self._held: Optional[_Held] = None  # parameters, in no order
         self._parameters: List[nn.Parameter] = []
-        self._steps: Optional[List[_Step]] = None
         self.embeddings: List[nn.Module] = []
 
     def is_of(self, root: nn.Module, without: Tuple[nn.Module, ...]) -> bool:
         """Tells whether another walk would find the same modules."""
-        if self.without != without or self._below is not root._modules or self._own is not root._parameters:
+        if self.without != without:
             return False
         if self._found is None:
-            self._found = _Held([root._modules, *map(_MODULES, self.modules)])
-        return self._found.is_same()
+            self._found = _Held(self._each_of(root, _MODULES))
+        return self._found.is_same(self._each_of(root, _MODULES))
+
+    def _each_of(self, root: nn.Module, which: Callable[[Any], dict]) -> Iterable[dict]:
+        return itertools.chain((which(root),), map(which, self.modules))
+
+    def hooks(self) -> Iterable[dict]:
+        """The dictionaries of the hooks of each."""
+        return _each(map(HOOKS, self.states))
 
     def parameters(self, root: nn.Module) -> List[nn.Parameter]:
         """The parameters of the module on which it stands, in PyTorch's order."""
-        if self._held is None or not self._held.is_same():
-            self._held, self._parameters = _Held([root._parameters, *map(_PARAMETERS, self.modules)]), _parameters_of(root)
+        if self._held is None or not self._held.is_same(self._each_of(root, _PARAMETERS)):
+            self._held, self._parameters = _Held(self._each_of(root, _PARAMETERS)), _parameters_of(root)
             self.embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
         return self._parameters
 
 
-    def walk(self, root: nn.Module) -> Iterator[nn.Module]:
-        """Yields the module on which it stands and what is below, as PyTorch's `modules` does, also what the caller puts there meanwhile.
-        Where that makes PyTorch's raise, since a module holds more than when the walk began with it, this one may go on."""
-        if self._steps is None:
-            self._steps = _steps_of(root)
-        before = len(root._modules)
-        yield root
-        if len(root._modules) != before:
-            yield from self._rest(root, 0, -1, 0)
-            return
-        for number, (siblings, name, module, below, size, parent, place) in enumerate(self._steps):
-            if siblings.get(name) is not module:
-                yield from self._rest(root, number, parent, place)
-                return
-            if below is not None:
-                yield module  # type: ignore[misc]  # it is one
-                if len(below) != size:
-                    yield from self._rest(root, number + 1, number, 0)
-                    return
-
-    def _rest(self, root: nn.Module, number: int, parent: int, place: int) -> Iterator[nn.Module]:
-        """Yields what a walk comes to after so many steps: the modules that the one of step `parent` holds, from a place on, and so on."""
-        steps: List[Any] = self._steps or []
-        seen = {root, *(step.module for step in steps[:number] if step.below is not None)}
-        while True:
-            above = root if parent < 0 else steps[parent].module
-            for module in itertools.islice(above._modules.values(), place, None):
-                if module is not None:
-                    yield from (found for _, found in module.named_modules(seen))
-            if parent < 0:
-                return
-            parent, place = steps[parent].parent, steps[parent].place + 1
+def walk(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module and those below it as PyTorch's `modules` does, also where its caller changes them meanwhile: a generator for all
+    levels, where PyTorch's has one for each."""
+    left: List[Iterator[Any]] = [iter((root,))]
+    seen: set = {None}
+    while left:
+        for module in left[-1]:
+            if module in seen:
+                continue
+            if type(module).named_modules is not _NAMED_MODULES or "named_modules" in vars(module):
+                yield from (found for _, found in module.named_modules(seen, "", True))
+                continue
+            seen.add(module)
+            yield module
+            if module._modules:
+                left.append(iter(module._modules.values()))
+                break
+        else:
+            left.pop()
 
 
 def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
