@@ -1,5 +1,6 @@
 """Which passes `capture` replays and which run as before, with a stand-in for graphs. Real ones: tests/gpu/test_capture.py."""
 
+import collections
 import copy
 import pickle
 import sys
@@ -210,6 +211,19 @@ def test_hooks_are_called(package, tiny_model):
     handle.remove()
     for _ in range(3):
         assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_hook_in_another_dictionary_is_called(package, tiny_model):
+    """Some remove hooks by giving a module new dictionaries."""
+    model, _ = captured(package, tiny_model())
+    norm = model.model.layers[-1].input_layernorm
+    norm._forward_hooks = collections.OrderedDict()
+    expected = replays_of(lambda: gradients(model))
+    assert expected == whole()
+    norm.register_forward_hook(lambda module, args, output: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that such layers run as before
+        assert replays_of(lambda: gradients(model)) < expected
 
 
 def test_autocast_is_a_pass_of_its_own(package, tiny_model):

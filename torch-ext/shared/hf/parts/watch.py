@@ -16,6 +16,7 @@ __all__ = ["HOOKS", "SIMPLE", "Watch"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_HOOKS = operator.itemgetter(*HOOKS)  # as they are: some remove hooks by giving a module new dictionaries
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 _FORWARD = operator.attrgetter("forward")
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
@@ -43,7 +44,7 @@ class Watch:
         classes = set(map(type, parts))
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
-        self.hooks: List[dict] = []
+        self.states = list(map(vars, parts))
         self.sized: List[dict] = []
         self.tensors: List[torch.Tensor] = []
         configs: Dict[int, Any] = {}
@@ -51,7 +52,6 @@ class Watch:
         equal: List[Tuple[dict, str, Any]] = []
         for part in parts:
             state = part.__dict__
-            self.hooks += [state[name] for name in HOOKS]
             if hasattr(state.get("config"), "_attn_implementation"):
                 configs[id(state["config"])] = state["config"]
             for held in (state, state["_modules"], state["_parameters"], state["_buffers"]):
@@ -91,7 +91,7 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(self.hooks) or self._structure() != self.structure:
+        if any(map(any, map(_HOOKS, self.states))) or self._structure() != self.structure:
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
