@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmark.nf4 import in_nf4
 from tests.capturing import assert_equal
 from tests.models import losses_of, tiny_model
 
@@ -93,6 +94,23 @@ def test_a_reference_between_a_pass_and_its_backward_pass(pair):
     for seed in range(4):
         assert_equal(preference(model, seed), preference(plain, seed))
     assert launches_of_graphs(lambda: preference(model, 0)) == 3 * 2
+
+
+def test_adapters_over_four_bits_have_the_same_bits(ops):
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    models = []
+    for _ in range(2):
+        model = in_nf4(tiny_model(torch.bfloat16, **SIZES), "cuda").cuda()
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train())
+        ops.kernelize(models[-1])
+    model, plain = models
+    ops.capture(model, *SHAPE)
+    for seed in range(4):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2
+    ops.reset()
 
 
 def test_an_mlp_that_is_made_again_has_the_same_bits(ops):

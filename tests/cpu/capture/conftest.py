@@ -44,3 +44,12 @@ def package(family, monkeypatch, request):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield loaded
+
+
+@pytest.fixture
+def adapted(package, tiny_model):
+    """A captured model with adapters, and the causal LM in it."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules="all-linear")).train()
+    package.capture(model)
+    return model, model.get_base_model()

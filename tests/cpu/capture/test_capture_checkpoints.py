@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmark.nf4 import in_nf4
 from tests.capturing import (
     LAYERS,
     SHAPE,
@@ -83,12 +84,16 @@ def test_attention_that_is_kept_runs_once(package, tiny_model, monkeypatch):
 
 
 @one_family
-def test_lora_without_dropout(package, tiny_model):
+@pytest.mark.parametrize("bits", (16, 4))
+def test_lora_without_dropout(package, tiny_model, bits):
     from peft import LoraConfig, get_peft_model
 
     def adapted():
         torch.manual_seed(3)
         model = tiny_model()
+        if bits == 4:
+            pytest.importorskip("bitsandbytes")
+            model = in_nf4(model, "cpu")
         enable(model)
         return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0))
 
