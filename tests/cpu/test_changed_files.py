@@ -9,6 +9,7 @@ import torch
 from tests.changed_files import OF_EXPERTS, changed
 from tests.cpu.test_recognised import all_of, assert_same, fused
 from tests.own_file import source_of_mine, source_of_other
+from tests.tolerances import RELATIVE_ERROR
 
 EACH = 16  # of the files that run at all
 FACTOR = 30  # some changes leave a model in which rounding errors grow
@@ -19,6 +20,19 @@ FOLDERS = {"HunYuanDenseV1": "hunyuan_v1_dense"}
 def is_finite(results) -> bool:
     steps, logits = results
     return bool(logits.isfinite().all()) and all(g.isfinite().all() for step in steps for g in step.gradients.values())
+
+
+def assert_same_but_for_rounding(model, found, expected) -> None:
+    """Results of a model that has its own layers again are those of before; where float32 is not enough to say so, as after a change by
+    which scores hardly differ, they are as far from those in float64 as before."""
+    try:
+        assert_same(found, expected, FACTOR)
+    except AssertionError:
+        exact = all_of(copy.deepcopy(model).double())
+        for mine, other, exactly in zip(found[0], expected[0], exact[0], strict=True):
+            assert mine.gradients.keys() == other.gradients.keys()
+            mine.assert_as_exact_as(other, exactly, FACTOR * RELATIVE_ERROR[torch.float32], most=2)
+        assert_same(((), found[1]), ((), expected[1]), FACTOR)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -37,11 +51,13 @@ def test_a_changed_file_is_served_as_what_it_is_or_not_at_all(decoders, mine, fi
         tried.append(what)
         decoders.kernelize(model.train())
         whole += any(part.startswith("read") for part in fused(decoders, model))
+        said = str(decoders.explain(model))
         try:
-            assert_same(all_of(model), expected, FACTOR)
+            found = all_of(model)
+            decoders.reset()
+            assert_same_but_for_rounding(model, found, expected)
         except Exception as error:
-            pytest.fail(f"{what}: {error}\n{decoders.explain(model.train())}")
-        decoders.reset()
+            pytest.fail(f"{what}: {error}\n{said}")
         if len(tried) == EACH:
             break
     print(f"{file}: {whole} of {EACH} have layers that are fused")
