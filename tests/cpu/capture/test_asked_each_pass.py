@@ -194,6 +194,15 @@ def test_a_function_that_is_replaced_is_called(adapted, monkeypatch):
     assert len(calls) == len(list(model.modules()))
 
 
+@pytest.mark.parametrize("name", ("train", "modules", "named_modules"))
+def test_what_was_in_torchs_place_when_the_package_was_read_is_not_torchs(package, name, monkeypatch):
+    torchs_own = sys.modules[f"{package.__name__}.shared.hf.parts.modules"].torchs_own
+    original = getattr(nn.Module, name)
+    assert torchs_own(name) is original
+    monkeypatch.setattr(nn.Module, name, functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs)))
+    assert torchs_own(name) is None
+
+
 def test_a_copy_answers_for_itself(package, tiny_model):
     model = package.kernelize(tiny_model())
     package.capture(model)
