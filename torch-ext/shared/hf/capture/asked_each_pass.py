@@ -1,7 +1,7 @@
 """Answers what trainers ask of a model in each pass or step without a walk over its modules by torch's generators. Twenty-eight layers
 with adapters have 2 400 of them, and such a walk takes the host 14 ms, a third of the device's time for a captured pass of 1500 tokens. A
-trainer of DPO has ten of them for each reference pass, and PEFT's `disable_adapter` has the status of all adapters found out, each
-parameter's device and each module's text, for which of them are enabled.
+DPO trainer makes ten such walks for each reference pass, and PEFT's `disable_adapter` collects the full status of every adapter (the device
+of each parameter, the text of each module) only to read whether it is enabled.
 
 `capture` puts the methods on the causal LM that holds the layers (a wrapper's own, PEFT's say, come to them), and on the model that it
 was given. Modules and parameters may be others in the next pass, so what they find is looked over each time (`Tree`), and no answer is
@@ -30,7 +30,7 @@ _TRAIN, _TRAINING, _NEEDS_GRAD = torchs_own("train"), operator.itemgetter("train
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters
 _MODULES = torchs_own("modules")
-_PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # the last is left out
+_PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # PEFT skips the last
 _OF_TORCH = tuple(map(torchs_own, _WALKS))
 
 
@@ -88,7 +88,7 @@ def modules(self, *args, **kwargs):
 
 
 class _WithShortStatus:
-    """Stands for a PEFT model in its own `disable_adapter`, which reads of the status of the model's adapters whether they are enabled."""
+    """Takes the place of a PEFT model inside PEFT's `disable_adapter`, which reads a single field of the adapters' status: `enabled`."""
 
     def __init__(self, model: nn.Module):
         vars(self)["_model"] = model
@@ -114,7 +114,7 @@ class _WithShortStatus:
 
 
 def _asks_for_a_short_status(cls: Any) -> bool:
-    """Tells whether the `disable_adapter` of a class is PEFT's, and reads no more of PEFT's own status than `_WithShortStatus` has."""
+    """Tells whether the `disable_adapter` of a class is PEFT's, and reads no field of PEFT's own status but `enabled`."""
     peft, method = sys.modules.get(_PEFT), getattr(cls, "disable_adapter", None)
     within = getattr(method, "__wrapped__", None)
     if peft is None or getattr(method, "__globals__", {}).get("__name__") != "contextlib":

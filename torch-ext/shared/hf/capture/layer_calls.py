@@ -13,7 +13,8 @@ from ..layer.products import products_of
 from ..parts.explanation import Reason
 from ..parts.lookups import mode_in_force
 from ..parts.modules import all_are_listened_to
-from ..parts.watch import HOOKS, SIMPLE
+from ..parts.tree import HOOKS
+from ..parts.watch import SIMPLE
 from .graphed_checkpoints import is_checkpointed, why_not_graphed, why_packed
 from .graphed_layers import autocast_dtype
 
@@ -44,7 +45,7 @@ def obstacle(layer, x, args) -> Optional[Reason]:
             return found
     if len(args) != 1:
         return Reason("call", "a layer did not get its input, and only that, by position")
-    if all_are_listened_to() or any(layer.__dict__[name] for name in HOOKS):
+    if all_are_listened_to() or any(HOOKS(vars(layer))):
         return Reason("hooks", "there are hooks on a layer")
     mode = mode_in_force()
     if mode:
@@ -58,7 +59,7 @@ def obstacle(layer, x, args) -> Optional[Reason]:
 
 def is_listened_to(layer) -> bool:
     """Tells whether there are hooks on a layer or in it."""
-    return any(module.__dict__[name] for module in layer.modules() for name in HOOKS)
+    return any(any(HOOKS(vars(module))) for module in layer.modules())
 
 
 def described(layer, x, kwargs):

@@ -13,6 +13,7 @@ __all__ = ["HOOKS", "TREE", "NotCopied", "keep_tree", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
 _MODULES, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+# Read anew each time: some remove hooks by giving a module new dictionaries.
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _each = itertools.chain.from_iterable
 _NAMED_MODULES = torchs_own("named_modules")
@@ -29,7 +30,7 @@ class NotCopied:
 
 
 class _Held:
-    """What some dictionaries hold, and whether others are those, and still hold it. They are compared in C."""
+    """Remembers some dictionaries and their contents, and tells whether either has changed. The comparison runs in C."""
 
     def __init__(self, owners: Iterable[dict]):
         self._owners = list(owners)
@@ -38,6 +39,7 @@ class _Held:
         self.values = list(_each(map(dict.values, self._filled)))
 
     def is_same(self, owners: Iterable[dict]) -> bool:
+        """owners: the dictionaries that are there now."""
         if not all(map(operator.is_, owners, self._owners)) or list(map(len, self._owners)) != self._sizes:
             return False
         return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
@@ -83,8 +85,8 @@ class Tree(NotCopied):
 
 
 def walk(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module and those below it as PyTorch's `modules` does, also where its caller changes them meanwhile: a generator for all
-    levels, where PyTorch's has one for each."""
+    """Yields a module and all modules below it as PyTorch's `modules` does, even if the caller changes them during the walk. One generator
+    covers all levels; PyTorch nests one for each."""
     left: List[Iterator[Any]] = [iter((root,))]
     seen: set = {None}
     while left:

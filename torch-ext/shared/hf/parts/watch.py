@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from .lookups import Lookups, original_forward_of
+from .tree import HOOKS
 
-__all__ = ["HOOKS", "SIMPLE", "Watch"]
+__all__ = ["SIMPLE", "Watch"]
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_HOOKS = operator.itemgetter(*HOOKS)  # as they are: some remove hooks by giving a module new dictionaries
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 _FORWARD = operator.attrgetter("forward")
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
@@ -91,7 +90,7 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(map(any, map(_HOOKS, self.states))) or self._structure() != self.structure:
+        if any(map(any, map(HOOKS, self.states))) or self._structure() != self.structure:
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
