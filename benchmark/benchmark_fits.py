@@ -231,6 +231,7 @@ def main(arguments=None) -> list[Row] | bool:
         return child(args, family)
     args.providers = args.providers or ("huggingface", "liger", "bastile")
     steps.check_providers(p, args, family)
+    steps.check_weights(p, args)
     deadline, found = time.monotonic() + args.budget_s, []
     log(f"{models.title(args.model, args.layers)}, checkpointed, on {records.gpu_name(args.device)}")
     for provider in args.providers:

@@ -225,8 +225,7 @@ def build(args) -> TrainerStepper:
     """Return what a measuring process steps."""
     require_modules("trl", "datasets")
     family = families.family_of(args.model)
-    model = family.new_model(args, args.device)
-    families.fill(model)
+    model = steps.new_model(args)
     capture = package(family.package).capture if args.child == "bastile_captured" else None
     liger, compiled = args.child == "liger", args.child in COMPILED
     recipe, vocab = steps.recipe_of(args), model.config.vocab_size
@@ -243,6 +242,7 @@ def main(arguments=None):
     args = p.parse_args(arguments)
     if args.packing and args.trainer != "sft":
         p.error(f"argument --packing: {args.trainer.upper()} has no packed rows; leave it out")
+    steps.check_weights(p, args)
     family = families.family_of(args.model)
     if args.child:
         return child(args, build, lambda provider: family.prepare(provider) if is_ours(provider) else None)

@@ -137,13 +137,27 @@ def recipe_of(args) -> Recipe:
     return Recipe(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
-def build(args) -> Stepper:
-    """Return what a measuring process steps."""
+def new_model(args):
+    """Return the model that the command line asks for, with weights of that form."""
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model, kind=recipe.routing)
-    if recipe.weights == "nf4":
-        model = nf4.in_nf4(model, args.device)
+    return nf4.in_nf4(model, args.device) if recipe.weights == "nf4" else model
+
+
+def check_weights(p: argparse.ArgumentParser, args) -> None:
+    """End the program for weights that the model cannot be trained with."""
+    recipe = recipe_of(args)
+    if recipe.weights != "bf16" and models.size(args.model).experts:
+        p.error(f"argument --weights: {recipe.weights} is for dense models, and the model is {args.model}")
+    if recipe.weights == "nf4" and not recipe.lora:
+        p.error("argument --weights: nf4 weights are frozen below adapters; ask for --lora")
+
+
+def build(args) -> Stepper:
+    """Return what a measuring process steps."""
+    family, recipe = families.family_of(args.model), recipe_of(args)
+    model = new_model(args)
     if family.by_model and is_ours(args.child):
         package(family.package).kernelize(model)
     model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
@@ -195,10 +209,7 @@ def main(
         p.error("argument --loss: a trainer of TRL has its own batches, which are not compiled, captured or Unsloth's; leave these out")
     if recipe.loss and min(args.tokens) < 2 * ROWS:
         p.error(f"argument --tokens: {min(args.tokens)}, expected at least {2 * ROWS} for the rows of --loss")
-    if recipe.weights != "bf16" and models.size(args.model).experts:
-        p.error(f"argument --weights: {recipe.weights} is for dense models, and the model is {args.model}")
-    if recipe.weights == "nf4" and not recipe.lora:
-        p.error("argument --weights: nf4 weights are frozen below adapters; ask for --lora")
+    check_weights(p, args)
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
     eight_bits = "_fp8" * bool(EIGHT_BITS & set(args.providers))

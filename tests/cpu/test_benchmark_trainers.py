@@ -23,6 +23,17 @@ def test_steps_of_a_trainer(options, tmp_path, in_this_process):
     assert file.stem == f"qwen3_{kind}_lora_2_checkpointing_{form}"
 
 
+@pytest.mark.parametrize("module", (benchmark_trainers, steps), ids=("trainers", "steps"))
+def test_weights_in_four_bits(module, capsys):
+    """Frozen, below adapters."""
+    args = step_of("huggingface", "qwen3_tiny", lora=2, weights="nf4")
+    args.trainer, args.packing = "sft", False
+    assert any("Linear4bit" in type(each).__name__ for each in module.build(args).model.modules())
+    with pytest.raises(SystemExit):
+        module.main(["--model", "qwen3_tiny", "--device", "cpu", "--lora", "0", "--weights", "nf4"])
+    assert "ask for --lora" in capsys.readouterr().err
+
+
 def test_a_compiled_trainer_compiles_its_model(tmp_path, in_this_process, monkeypatch):
     """By transformers' option; with batches that are not compiled the same losses."""
     pytest.importorskip("trl")

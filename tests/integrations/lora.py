@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmark.nf4 import in_nf4
 from tests.integrations import adapters
 from tests.integrations.adapters import PROJECTIONS
 from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
@@ -313,19 +314,21 @@ def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused, 
 
 def four_bit(model, device):
     """The model with its projections in bitsandbytes' four bits, and the same in float64 with what these bits stand for."""
-    bnb = pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes")
     exact = exact_of(model)
-    for name, child in list(model.model.layers.named_modules()):
-        if isinstance(child, nn.Linear):
-            linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16)
-            linear.weight = bnb.nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
-            linear.compute_type_is_set = True
-            linear = linear.to(device)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.model.layers.get_submodule(parent), leaf, linear)
-            dense = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
-            exact.model.layers.get_submodule(name).weight.data.copy_(dense)
+    model = in_nf4(model, device)
+    model.is_loaded_in_4bit = False  # for PEFT, these are layers like any other
+    read_four_bits(exact, model)
     return model, exact
+
+
+def read_four_bits(exact, model):
+    """Gives an exact model the numbers that the four bits of another one stand for."""
+    import bitsandbytes as bnb
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            exact.get_submodule(name).weight.data.copy_(bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
 
 
 def with_the_same_adapters(model, exact):
@@ -339,7 +342,7 @@ def with_the_same_adapters(model, exact):
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared for training"])
 def test_a_model_loaded_in_four_bits(qwen3, device, fused, tmp_path, double, prepared):
     """As from_pretrained makes it and PEFT wraps it: with its own class for these layers, which casts otherwise than that for others."""
-    bnb = pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes")
     from peft import prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -349,9 +352,7 @@ def test_a_model_loaded_in_four_bits(qwen3, device, fused, tmp_path, double, pre
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config, device_map=device)
     exact = model_on(device, torch.bfloat16).double()
-    for name, layer in model.named_modules():
-        if isinstance(layer, bnb.nn.Linear4bit):
-            exact.get_submodule(name).weight.data.copy_(bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
+    read_four_bits(exact, model)
     if prepared:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model, exact = with_the_same_adapters(model, exact)
