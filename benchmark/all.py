@@ -169,6 +169,8 @@ RUNS = {
     "adamw": Run("benchmark.benchmark_adamw", ("--rounds", ROUNDS), 30, "adamw"),
     "host": Run("benchmark.benchmark_host", ("--rounds", ROUNDS), 70, "host_time"),
     "fsdp": steps("--gpus", "2", "--tokens", "2048,8192", module="benchmark.benchmark_fsdp", seconds=210, shows="fsdp", gpus=2),
+    "spread": steps("--gpus", "2", "--spread", "--documents", "8", "--layers", "12", "--tokens", "16384,32768", "--providers",
+                    "huggingface_varlen,liger_varlen,bastile", module="benchmark.benchmark_fsdp", seconds=200, shows="spread", gpus=2),
     "sanitizer": Run("tests.sanitizer", ("--tools", "memcheck,racecheck", "--record"), 900, "compute-sanitizer.txt", saves=False),
     "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=390,
                           shows="gpt_oss_fsdp, gpt_oss", gpus=2),

@@ -187,9 +187,9 @@ def trainers(rows: list[Row]) -> str:
     return table.text()
 
 
-def sharded(rows: list[Row]) -> str:
-    """Return the sharded steps of Qwen3-8B by the number of GPUs."""
-    rows = select(rows, kernel_name=f"{QWEN3.name}_fsdp", model=QWEN3_SUITE.model, layers=None)
+def sharded(rows: list[Row], kind: str = "", layers: int | None = None) -> str:
+    """Return the sharded steps of Qwen3-8B by the number of GPUs. kind: what the results' name ends in; layers: None for all."""
+    rows = select(rows, kernel_name=f"{QWEN3.name}_fsdp{kind}", model=QWEN3_SUITE.model, layers=layers)
     gpus = sorted({row.config["gpus"] for row in rows})
     return "\n\n".join(f"**{n} GPUs**\n\n{steps(select(rows, gpus=n))}" for n in gpus)
 
@@ -254,5 +254,6 @@ TABLES = {
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,
+    "spread": partial(sharded, kind="_spread_8_documents", layers=12),
     "step_parts": step_parts.table,
 }

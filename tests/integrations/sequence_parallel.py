@@ -12,7 +12,7 @@ import torch
 from tests.integrations.common import FACTOR, family_on, model_on
 from tests.integrations.parallel import other_on
 from tests.integrations.ranks import Ranks, in_each_process
-from tests.integrations.sharding import package_of
+from tests.integrations.sharding import as_on_a_gpu, gradients_of, package_of, shard
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close
@@ -98,19 +98,6 @@ def step(model, batch, part, backward=True, **more):
     if backward:
         (logits * weights[:, part]).sum().backward()
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if backward}
-
-
-@contextlib.contextmanager
-def as_on_a_gpu(package):
-    """The package chooses its attention."""
-    choice = sys.modules[f"{package.__name__}.shared.hf.attention.attention_choice"]
-    before = choice.kernels_run_on, choice.takes_heads
-    sys.modules[f"{package.__name__}.shared.hf.parts.explanation"]._warned.clear()
-    choice.kernels_run_on = choice.takes_heads = lambda *tensors, **options: True
-    try:
-        yield
-    finally:
-        choice.kernels_run_on, choice.takes_heads = before
 
 
 @contextlib.contextmanager
@@ -278,6 +265,21 @@ def test_ulysses_with_bounds(here):
             step(model, {**batch, "attention_mask": mask}, part_of(here))
 
 
+@pytest.mark.integration("DeepSpeed: a row over several processes (Ulysses), sharded by FSDP2")
+@pytest.mark.parametrize("units", ["layers", "attention and mlp"])
+@in_each_process
+def test_ulysses_with_fsdp2(here, units):
+    device, batch = begin(here, packed())
+    logits, gradients = expected_of(model_on(device), batch)
+    with spread(here):
+        model = register(here, shard(here, here.qwen3.kernelize(model_on(device)), units))
+        found = step(model, batch, part_of(here))[0]
+        assert {row.part: row.fused for row in here.qwen3.explain(model).rows}.get(PART)
+    assert_close(found, logits[:, part_of(here)], torch.float32, "logits", 2 * FACTOR[here.device])
+    for name, mean in gradients_of(model).items():
+        assert_close(mean * here.world, gradients[name], torch.float32, name, 4 * FACTOR[here.device])
+
+
 @in_each_process
 def test_ulysses_while_evaluating(here):
     """With disable_in_eval, which is how accelerate registers it, each process evaluates rows of its own."""
@@ -334,8 +336,10 @@ def test_ulysses_around_what_is_not_ours(here, qwen3_5_folder):
 
 @in_each_process
 def test_ulysses_compiled(here):
-    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
+    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises, or is right where the torch
+    that runs leaves attention out of the graph."""
     device, batch = begin(here, packed())
+    expected = expected_of(model_on(device), batch)[0][:, part_of(here)]
     for name in ("sdpa", "bastile"):
         with spread(here):
             torch._dynamo.reset()
@@ -344,8 +348,12 @@ def test_ulysses_compiled(here):
                 model.set_attn_implementation(name)
             compiled = torch.compile(register(here, model, name), backend="eager")
             if name == "bastile":
-                with pytest.raises(ValueError, match="DeepSpeed"):
-                    step(compiled, batch, part_of(here), False)
+                try:
+                    found = step(compiled, batch, part_of(here), False)[0]
+                except ValueError as error:
+                    assert "DeepSpeed" in str(error)
+                else:
+                    assert_close(found, expected, torch.float32, "logits", 2 * FACTOR[here.device])
             else:
                 with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
                     step(compiled, batch, part_of(here), False)

@@ -12,7 +12,8 @@ import torch
 
 from tests.integrations.common import FACTOR, model_on
 from tests.integrations.ranks import in_each_process
-from tests.integrations.sequence_parallel import TOKENS, as_on_a_gpu, begin, by_positions, packed, part_of, spread, table_put_back
+from tests.integrations.sequence_parallel import TOKENS, begin, by_positions, packed, part_of, spread, table_put_back
+from tests.integrations.sharding import as_on_a_gpu
 from tests.integrations.trainers import make_trainer
 from tests.integrations.zero import config_of, deepspeed_is_here, deepspeed_of  # noqa: F401
 from tests.models import random_tokens

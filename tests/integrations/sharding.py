@@ -1,5 +1,6 @@
 """Models in several processes, each of which has rows of a batch: how they are sharded, and their gradients beside those of one process."""
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -59,6 +60,19 @@ def assert_fused(here, model, **inputs):
         decoder.norm_mlp = original
     assert len(calls) == 2 and output.logits is None
     return output
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(package):
+    """The package chooses its attention."""
+    choice = sys.modules[f"{package.__name__}.shared.hf.attention.attention_choice"]
+    before = choice.kernels_run_on, choice.takes_heads
+    sys.modules[f"{package.__name__}.shared.hf.parts.explanation"]._warned.clear()
+    choice.kernels_run_on = choice.takes_heads = lambda *tensors, **options: True
+    try:
+        yield
+    finally:
+        choice.kernels_run_on, choice.takes_heads = before
 
 
 UNITS = {

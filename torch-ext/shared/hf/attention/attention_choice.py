@@ -33,7 +33,7 @@ from ...ops.attention import takes_heads
 from ...runtime.device import kernels_run_on
 from ..parts.binding import remember
 from ..parts.explanation import Reason, warn_once
-from ..parts.modules import SAVED
+from ..parts.modules import SAVED, without_fsdp2
 from ..parts.offers import offer, withdraw
 from ..parts.weights import weight_within
 from .attention import attention_forward
@@ -118,7 +118,7 @@ def lies_where_kernels_run(module) -> bool:
 
 def why_no_kernel(module) -> Optional[Reason]:
     """Why a decoder's attention is never ours on a GPU whose kernels run, None where it may be; None for every other module."""
-    if type(module) not in _decoders:
+    if without_fsdp2(type(module)) not in _decoders:
         return None
     if not lies_where_kernels_run(module):
         return None
@@ -137,7 +137,8 @@ def why_no_kernel(module) -> Optional[Reason]:
 
 def runs_between_exchanges(module) -> bool:
     """Tells whether the last step of a decoder ran attention of ours between the exchanges of DeepSpeed's Ulysses."""
-    return type(module) in _decoders and module.config._attn_implementation == ATTENTION and exchange_of(module.config) is not None
+    known = without_fsdp2(type(module)) in _decoders
+    return known and module.config._attn_implementation == ATTENTION and exchange_of(module.config) is not None
 
 
 # ---------------------------------------------------------------- the name that nobody asked for

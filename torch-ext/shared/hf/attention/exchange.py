@@ -78,15 +78,17 @@ def attend_in_whole_rows(visible: Visible, module, query, key, value, scaling, d
     Raises:
         ValueError: ours was asked for by name and cannot do that, or position_ids are missing or contradict another argument.
     """
-    exchange = visible.exchange
+    exchange, positions = visible.exchange, kwargs.get("position_ids")
+    if positions is not None:
+        kwargs["position_ids"] = positions.contiguous()  # NCCL gathers no other
+    unknown = "" if said else "dropout, or another argument that it does not know"
     if visible.said is None or not query.shape[2] == visible.tokens == key.shape[2]:
-        _refuse(module.config, "a mask that is not causal with a window and documents, or keys of an earlier call")
-        return exchange(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
-    if not said:
-        _refuse(module.config, "dropout, or another argument that it does not know")
+        unknown = "a mask that is not causal with a window and documents, or keys of an earlier call"
+    if unknown:
+        _refuse(module.config, unknown)
         return exchange(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
     softcap = kwargs.get("softcap")
-    plan = _plan_of_whole_rows(visible, kwargs, sinks is not None or softcap is not None)
+    plan = _plan_of_whole_rows(visible, positions, kwargs, sinks is not None or softcap is not None)
     sdpa = sdpa_of_transformers()
 
     def core(module, query, key, value, mask, **_):
@@ -100,7 +102,7 @@ def attend_in_whole_rows(visible: Visible, module, query, key, value, scaling, d
     registered, exchange.attn = exchange.attn, core
     groups = getattr(module, "num_key_value_groups", None)
     try:
-        output, weights = exchange(module, query, key, value, None, position_ids=kwargs["position_ids"].contiguous())
+        output, weights = exchange(module, query, key, value, None, position_ids=kwargs["position_ids"])
     finally:
         exchange.attn = registered
         if groups is not None:  # DeepSpeed leaves those of a process's share of the heads
@@ -116,10 +118,9 @@ def _refuse(config, what: str) -> None:
     warn_once(f"{text}: the function that DeepSpeed was registered around runs instead", stacklevel=5)
 
 
-def _plan_of_whole_rows(visible: Visible, kwargs, always: bool) -> Optional[AttentionPlan]:
+def _plan_of_whole_rows(visible: Visible, positions, kwargs, always: bool) -> Optional[AttentionPlan]:
     """The plan of whole rows, made by the first layer that needs it; None where each row is one document that each query sees up to itself,
     unless `always`. Waits for the device, once a batch."""
-    positions = kwargs.get("position_ids")
     if positions is None or positions.dim() != 2:
         raise ValueError("position_ids are missing, expected [rows, tokens] with each token's position in its document of the whole row")
     kept = visible.whole

@@ -199,7 +199,8 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         return attention_mask
     masking = sys.modules[MASKING]
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
+    function = masking.causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no `or` of functions
+    arguments.update(kwargs, mask_function=function, attention_mask=attention_mask)
     config = arguments.get("config")
     if not are_defaults_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
         return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)

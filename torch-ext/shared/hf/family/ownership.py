@@ -24,6 +24,7 @@ from ..parts.modules import (
     is_transformers_own,
     marked,
     own_class,
+    without_fsdp2,
 )
 from ..parts.wrapped import inside
 from .arguments import forward_like
@@ -285,7 +286,7 @@ def defines_forward(cls):
 # ---------------------------------------------------------------- who sees the arguments of a call
 def is_wrapper(module) -> bool:
     """Tells whether a module is a library's wrapper, which hands on what it is called with to a module inside."""
-    return is_by(WRAPPERS, type(module))
+    return is_by(WRAPPERS, without_fsdp2(type(module)))
 
 
 def all_are_seen() -> bool:
@@ -330,7 +331,7 @@ def _inside_accelerates(state):
 def _hands_on(cls, function) -> bool:
     if not is_called_as_usual(cls, *WRAPPERS):
         return False
-    if is_by(WRAPPERS, cls):  # torch.compile's have a forward each, which is not to be kept alive here
+    if is_by(WRAPPERS, without_fsdp2(cls)):  # torch.compile's have a forward each, which is not to be kept alive here
         return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
     forward = inside(function)
     of_transformers = [each for each in cls.__mro__ if each.__module__.startswith("transformers.")]

@@ -44,7 +44,7 @@ from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.host_embedding import HostEmbedding
 from ..parts.lookups import is_by
-from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
+from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward, without_fsdp2
 from ..parts.tree import HOOKS, tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
@@ -118,8 +118,7 @@ def _is_defined_as(function, cls: type, name: str) -> bool:
 def _as_it_was(cls: Any) -> Any:
     """The class of which FSDP2, or PyTorch for a parametrized weight, has made another one, which keeps its forward; any other class
     itself."""
-    made = len(cls.__mro__) > 2 and is_by(FSDP, cls.__mro__[1])
-    cls = cls.__mro__[2] if made else cls
+    cls = without_fsdp2(cls)
     return cls.__mro__[1] if cls.__module__ == parametrize.__name__ and cls.__mro__[1] is not nn.ModuleList else cls
 
 

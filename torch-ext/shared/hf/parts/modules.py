@@ -25,11 +25,12 @@ __all__ = [
     "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
     "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",
-    "torchs_own", "why_not_own", "without_decorators",
+    "torchs_own", "why_not_own", "without_decorators", "without_fsdp2",
 ]  # fmt: skip
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 FSDP = "torch.distributed.fsdp"
+FSDP2 = (FSDP, "torch.distributed._composable")  # the second of `replicate`, which is made of it
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
@@ -173,6 +174,11 @@ def modules_of(root: nn.Module, *but: nn.Module) -> List[nn.Module]:
         seen.update(level)
         level = list(itertools.chain.from_iterable(map(dict.values, filter(None, map(_MODULES, level)))))
     return found
+
+
+def without_fsdp2(cls: type) -> type:
+    """Returns the class of which FSDP2 has made another one, with the same forward, for a module that it shards; any other class itself."""
+    return cls.__bases__[1] if len(cls.__bases__) == 2 and is_by(FSDP2, cls.__bases__[0]) else cls
 
 
 def is_called_as_usual(cls, *libraries: str) -> bool:

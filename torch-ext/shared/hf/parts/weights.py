@@ -10,7 +10,7 @@ from ...ops.arguments import fail
 from ...runtime.device import PLAIN
 from .explanation import Reason
 from .lookups import is_by, mode_in_force, replaced_below
-from .modules import DEEPSPEED, FORWARDS, FSDP, has_class_forward, own_forward, runs_torchs
+from .modules import DEEPSPEED, FORWARDS, FSDP, has_class_forward, own_forward, runs_torchs, without_fsdp2
 
 __all__ = [
     "bias_of", "call_with", "eps_of", "held", "is_plain", "is_torchs_embedding", "need_frozen", "plain_weight", "rows_of", "sharded_weight",
@@ -113,10 +113,10 @@ def sharded_weight(layer):
     if inner is not layer:
         alone = own_forward(layer) is type(layer).forward and not torch.compiler.is_compiling()
         return plain_weight(inner) if alone else None
-    classes, state = type(layer).__mro__, layer.__dict__
-    by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and is_by(FSDP, classes[1])
+    cls, state = type(layer), layer.__dict__
+    by_fsdp = cls is not nn.Linear and without_fsdp2(cls) is nn.Linear
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
-    owner = FSDP if by_fsdp else DEEPSPEED if type(layer) is nn.Linear and hooks else None
+    owner = FSDP if by_fsdp else DEEPSPEED if cls is nn.Linear and hooks else None
     if owner is None or not all(is_by(owner, hook) for hook in hooks):
         return None
     listened_to = state["_backward_hooks"] or state["_backward_pre_hooks"]

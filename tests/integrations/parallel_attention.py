@@ -1,0 +1,76 @@
+"""Packed rows on models that a parallel engine has wrapped: attention is Bastile's there too, and keeps documents apart."""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.integrations.common import FACTOR, batch, model_on
+from tests.integrations.parallel import fsdp1
+from tests.integrations.ranks import in_each_process
+from tests.integrations.sharding import LENGTH, ROWS, as_on_a_gpu, assert_gradients, ddp, gradients_of, rows_of, shard
+from tests.models import Step
+from tests.tolerances import assert_close
+
+DOCUMENT = 9  # tokens
+
+
+def decoder_too(here, model):
+    """FSDP2, with the decoder a unit between its layers and the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in (*model.model.layers, model.model, model):
+        fully_shard(unit, mesh=here.mesh)
+    return model
+
+
+def replicated(here, model):
+    """DDP by FSDP2's means."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for unit in (*model.model.layers, model):
+        replicate(unit, mesh=here.mesh)
+    return model
+
+
+UNITS = "root alone", "layers", "attention and mlp", "linears", "norms"
+ENGINES = {
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "FSDP1 flat": functools.partial(fsdp1, flat=True),
+    **{f"FSDP2, {units}": functools.partial(shard, units=units) for units in UNITS},
+    "FSDP2, decoder": decoder_too,
+    "FSDP2, replicate": replicated,
+}
+
+
+@pytest.mark.integration("DDP: packed rows", "FSDP1: packed rows", "FSDP2: packed rows")
+@pytest.mark.parametrize("engine", ENGINES)
+@in_each_process
+def test_packed_rows(here, engine):
+    """Loss and gradients are those of transformers in one process, and each layer's attention is ours."""
+    if engine == "FSDP2, replicate":
+        pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH) | {"position_ids": (torch.arange(LENGTH, device=device) % DOCUMENT).repeat(ROWS, 1)}
+    expected = Step(model_on(device, use_cache=False), **inputs)
+    module, calls = sys.modules[f"{here.qwen3.__name__}.shared.hf.attention.attention"], []
+    original = module.attention
+    module.attention = lambda *args, **options: calls.append(1) or original(*args, **options)
+    try:
+        with as_on_a_gpu(here.qwen3):
+            model = here.qwen3.kernelize(model_on(device, use_cache=False))
+            parallel = ENGINES[engine](here, model)
+            loss = parallel(**rows_of(inputs, here.rank)).loss
+            assert [row.reason for row in here.qwen3.explain(model).rows if row.part == "attention" and not row.fused] == []
+    finally:
+        module.attention = original
+    if here.device == "cpu":  # kernels take no float32, so on a GPU SDPA has its place, with the mask that documents make
+        assert len(calls) == len(model.model.layers)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    assert_close(total, expected.loss, torch.float32, "loss", FACTOR[here.device])
+    if not engine.startswith("FSDP1"):  # whose gradients are flat, and whose steps other tests compare
+        (2 * loss).backward()
+        assert_gradients(gradients_of(parallel, "module."), expected.gradients, here.device)
