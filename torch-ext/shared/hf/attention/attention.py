@@ -55,7 +55,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     if not isinstance(visible, Visible):
         if is_visible(visible):  # of another loaded package, which has the kernels for it
             return visible.attend(module, query, key, value, visible, scaling, dropout, s_aux, **kwargs)
-        if config is not None and is_around_ours(config) and (torch.compiler.is_compiling() or exchanges(exchange_of(config), module)):
+        exchange = exchange_of(config)  # None in a graph, and where dynamo traces this one function of a frame that it left
+        if config is not None and is_around_ours(config) and (exchange is None or exchanges(exchange, module)):
             why = "inside torch.compile, or with a mask of one's own"
             raise ValueError(f'DeepSpeed has dropped the mask that attention of Bastile needs, {why}. Register "sdpa" with it')
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
