@@ -79,8 +79,8 @@ DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "sm
 UNSLOTH = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b")  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
 TRAINED = ("--warmup", "4", "--steps", "10", "--rounds", ROUNDS)
-TRAINERS = {"padded": (("--lora", "16"), 480), "packed": (("--lora", "16", "--packing"), 500), "full_padded": ((), 420),
-            "full_packed": (("--packing",), 500)}
+TRAINERS = {"padded": (("--lora", "16"), 370), "packed": (("--lora", "16", "--packing"), 390), "full_padded": ((), 320),
+            "full_packed": (("--packing",), 390)}
 # Of Qwen3's all but log-probabilities, which are a run of their own.
 OPERATIONS = ("rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention")
 DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
@@ -107,11 +107,13 @@ RUNS = {
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),
     "lora_recompute": steps(*LORA, "--providers", "bastile_recompute", module="benchmark.benchmark_lora", seconds=60, shows="as_trained"),
     "lora_unsloth": steps(*LORA, "--providers", "unsloth", module="benchmark.benchmark_lora", seconds=280, shows="as_trained"),
-    **{f"sft_{name}": steps(*arguments, "--providers", "huggingface,liger,bastile,bastile_captured", module="benchmark.benchmark_trainers",
-                            measured=TRAINED, seconds=seconds, shows="trainers") for name, (arguments, seconds) in TRAINERS.items()},
+    **{f"sft_{name}": steps(*arguments, *PEERS, module="benchmark.benchmark_trainers", measured=TRAINED, seconds=seconds, shows="trainers")
+       for name, (arguments, seconds) in TRAINERS.items()},
+    **{f"sft_{name}_captured": steps(*arguments, "--providers", "bastile_captured", module="benchmark.benchmark_trainers",
+                                     measured=TRAINED, seconds=320, shows="trainers") for name, (arguments, _) in TRAINERS.items()},
     **{f"dpo_{name}": steps("--trainer", "dpo", "--lora", "16", "--providers", name, module="benchmark.benchmark_trainers",
                             measured=TRAINED, seconds=seconds, shows="trainers")
-       for name, seconds in (("huggingface", 200), ("liger", 210), ("bastile", 150), ("bastile_captured", 310))},
+       for name, seconds in (("huggingface", 200), ("liger", 210), ("bastile", 100), ("bastile_captured", 340))},
     "sft_compiled": steps("--lora", "16", "--packing", "--providers", "torch_compile,bastile_compiled",
                           module="benchmark.benchmark_trainers", measured=TRAINED, seconds=300, shows="trainers"),
     "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),

@@ -4,7 +4,7 @@
 
 Random weights in bf16, batches of four rows, accumulated over two of them, gradient checkpointing. Padded batches, TRL's default, have a
 length that hardly ever comes again; `--packing` fills rows of SFT up. DPO has two pairs of answers in a batch. Speed is in tokens of texts,
-without padding. bastile_captured has lengths captured as they come, in 100 steps of other texts before; torch_compile and
+without padding. bastile_captured has lengths captured as they come, in 300 steps of other texts before; torch_compile and
 bastile_compiled have `torch_compile=True`. Otherwise as steps.py. A step of GRPO's trainer is mostly generation: see benchmark_generate.py
 for that, and `steps.py --loss grpo` for the rest.
 """
@@ -37,7 +37,7 @@ from .trl_losses import PROMPT, WORDS, tokenizer
 ROWS, ACCUMULATED = 4, 2  # of a forward pass, and passes of a step
 MEAN, SHORTEST = 450, 30  # of the texts' lengths, which are distributed exponentially
 PROFILED = 3  # steps after the timed ones, whose kernels are added up
-AHEAD = 100  # more steps before the timed ones where lengths are captured as they come: a training has thousands
+AHEAD = 300  # more steps before the timed ones where lengths are captured as they come: a training has thousands
 PROVIDERS = ("huggingface", "liger", "bastile")
 COMPILED = ("torch_compile", "bastile_compiled")
 KNOWN = (*PROVIDERS, *COMPILED, "huggingface_flex", "bastile_keep_attention", "bastile_recompute", "bastile_captured")

@@ -26,6 +26,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
 FEWER = ("patching", "hub_mapping", "forwards_of_others", "recomputation", "layers", "model_losses", "keeping", "saving", "versions")  # CI
 TESTS = (*FEWER, "checkpointing", "recompute_mlp", "training", "texts", "compiled_numbers", "families", "qwen3_5", "rows", "lookups",
          "recognised", "eight_bit_weights", "expert_adapters", "four_bits")
+OF_TORCH = {"gpu-torch": ("compile", "sequence_parallel", "parallel")}  # more, of what differs between releases of torch
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {}
     for name in options.names or ENVIRONMENTS:
         begin = time.monotonic()
-        status = run(name, FEWER if options.fewer else TESTS, options.pytest)
+        status = run(name, FEWER if options.fewer else (*TESTS, *OF_TORCH.get(name, ())), options.pytest)
         results[name] = f"{'passed' if status == 0 else f'pytest ended with {status}'}, {time.monotonic() - begin:.0f} s"
     print("\n".join(f"{name}: {result}" for name, result in results.items()))
     return int(any("passed" not in result for result in results.values()))

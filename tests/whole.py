@@ -171,7 +171,7 @@ GROUPS = (
         {
             "test_parallel.py": "ddp ddp_accumulation ddp_with_lora fsdp fsdp1_of_families fsdp_accumulation fsdp_checkpoint_wrapper "
             "fsdp_checkpointing fsdp_mixed_precision fsdp_of_families fsdp_of_moe fsdp_options fsdp_plan_of_transformers fsdp_with_lora "
-            "kinds_of_parallel_training plans_of_moe tensor_parallelism trainer_in_two_processes units_of_fsdp1",
+            "kinds_of_parallel_training packed_rows plans_of_moe tensor_parallelism trainer_in_two_processes units_of_fsdp1",
         },
     ),
     Group(
@@ -204,7 +204,7 @@ GROUPS = (
             "checkpoint_around_one_layer gradient_checkpointing_of_a_model greedy_tokens hooks_hear_what_they_would_hear "
             "a_model_loaded_in_four_bits lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused "
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
-            "test_parallel.py": "eight_bits_in_parallel",
+            "test_parallel.py": "eight_bits_in_parallel what_is_said_of_sharded_models",
             "test_expert_parallel.py": "expert_parallel",
             "test_sequence_parallel.py": "ulysses_with_checkpoints",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",

@@ -16,6 +16,7 @@ from tests.op_cases import CASES
 from tests.ops.common import launched, randn
 from tests.patched import calls_of
 from tests.tolerances import assert_close, relative_error
+from tests.versions import TORCH
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
 
@@ -265,6 +266,8 @@ def test_a_compiled_model_evaluates_in_training_mode_without_gradients(qwen3):
 
 @pytest.mark.parametrize("strict", (False, True), ids=("as it runs", "strict"))
 def test_export(qwen3, strict):
+    if not strict and TORCH < (2, 12):
+        pytest.skip("torch 2.11 exports transformers' own model neither")
     checks.check_exported_model(qwen3, "cpu", strict)
 
 

@@ -1,4 +1,5 @@
-"""Packed rows on models that a parallel engine has wrapped: attention is Bastile's there too, and keeps documents apart."""
+"""Models that a parallel engine has wrapped: attention is Bastile's there too, and keeps documents apart; and `explain` says what runs in a
+pass, not what lies in memory between two."""
 
 import functools
 import sys
@@ -6,11 +7,12 @@ import sys
 import pytest
 import torch
 
+from tests.decoder_families import tiny
 from tests.integrations.common import FACTOR, batch, model_on
 from tests.integrations.parallel import fsdp1
 from tests.integrations.ranks import in_each_process
-from tests.integrations.sharding import LENGTH, ROWS, as_on_a_gpu, assert_gradients, ddp, gradients_of, rows_of, shard
-from tests.models import Step
+from tests.integrations.sharding import LENGTH, ROWS, as_on_a_gpu, assert_gradients, ddp, gradients_of, package_of, rows_of, shard
+from tests.models import Step, tiny_gpt_oss, tiny_qwen3_moe
 from tests.tolerances import assert_close
 
 DOCUMENT = 9  # tokens
@@ -74,3 +76,46 @@ def test_packed_rows(here, engine):
     if not engine.startswith("FSDP1"):  # whose gradients are flat, and whose steps other tests compare
         (2 * loss).backward()
         assert_gradients(gradients_of(parallel, "module."), expected.gradients, here.device)
+
+
+MODELS = {  # the fixture of the package's folder, and what makes a model; GLM-4-MoE and Gemma 4 have no row
+    "qwen3": ("package_folder", lambda: model_on("cpu")),
+    "gpt_oss": ("gpt_oss_folder", tiny_gpt_oss),
+    "qwen3_moe": ("moe_folder", tiny_qwen3_moe),
+    "glm4_moe": ("moe_folder", functools.partial(tiny, "glm4_moe")),
+    "gemma4_text": ("decoders_folder", functools.partial(tiny, "gemma4_text")),
+}
+EXPLAINED = "DDP", "FSDP1", "FSDP1 flat", "FSDP2, root alone", "FSDP2, layers", "FSDP2, decoder"
+
+
+def said_of(package, model):
+    """What `explain` says of a model, but for where the weights lie, which engines decide."""
+    rows = package.explain(model).rows
+    return {(row.part, row.fused, row.reason) for row in rows if "one GEMM" not in row.part}
+
+
+def check_explained(here, folder, name, engine):
+    """Before a pass, after one and after its backward pass; nothing is another one afterwards."""
+    package, make = package_of(here, folder).qwen3, MODELS[name][1]
+    inputs = batch("cpu", ROWS // 2, LENGTH)
+    expected = said_of(package, package.kernelize(make()))
+    package.reset()  # while a package is in force it notes of new models what they ask for by name
+    model = package.kernelize(make())
+    parallel = ENGINES[engine](here, model)
+    before = [id(parameter) for parameter in model.parameters()]
+    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+    loss = parallel(**inputs).loss
+    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+    loss.backward()
+    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+    if engine != "FSDP1":  # which makes new views in each pass
+        assert [id(parameter) for parameter in model.parameters()] == before
+    package.reset()
+
+
+@pytest.mark.parametrize("engine", EXPLAINED)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_said_of_sharded_models(ranks, request, name, engine, device_type):
+    if device_type == "cuda":
+        pytest.skip("what is said does not depend on the device")
+    ranks.run(check_explained, str(request.getfixturevalue(MODELS[name][0])), name, engine)

@@ -206,9 +206,7 @@ class _PerToken(Function):
 
 def _rows_of(found: Sequence[torch.Tensor], options: CrossEntropyOptions) -> TokenLosses:
     """The loss, and the other rows that were asked for."""
-    loss, *others = found
-    z_loss = others.pop(0) if options.return_z_loss else None
-    return TokenLosses(loss, z_loss, others.pop(0) if options.predicts else None)
+    return TokenLosses(found[0], found[1] if options.return_z_loss else None, found[-1] if options.predicts else None)
 
 
 def linear_cross_entropy(

@@ -10,6 +10,7 @@ from ..layer import eight_bit_weights, four_bit_weights
 from ..parts import host_embedding
 from ..parts.modules import Layer
 from ..say import doctor
+from ..say.gathered import as_in_a_pass
 from . import one_model, patching, warmup
 from .served import Served
 from .shapes import Shapes
@@ -158,7 +159,8 @@ class Interface:
         `count`, `fused`, `reason`, `advice` and `code`. The answer holds for the state in which the model is now (its adapters, hooks,
         autocast), so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
         """
-        return one_model.explain(self.families, model, self._shapes)
+        with as_in_a_pass(model):
+            return one_model.explain(self.families, model, self._shapes)
 
     def report(self, check=False):
         """Examines this machine: the GPUs and which kernels serve them, the driver, and which versions fit, with advice where they do not.

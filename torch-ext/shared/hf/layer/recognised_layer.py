@@ -20,7 +20,7 @@ from ..parts.adapters import projections
 from ..parts.explanation import Reason
 from ..parts.facts import Path, follow, held_at
 from ..parts.lookups import SAVED, Lookups, original_forward_of
-from ..parts.modules import is_marked, original_forward, own_forward, without_decorators
+from ..parts.modules import is_marked, original_forward, own_forward, without_decorators, without_fsdp2
 from ..parts.weights import bias_of, weight_of
 from .decoder_layer import FusedLayer, Mixed
 from .fusable import WHOLE, Groups
@@ -88,7 +88,7 @@ class RecognisedLayer(FusedLayer):
         more = [("experts", None)] if type(experts).__name__ in self.experts and is_marked(own_forward(experts)) else []
         if any(is_marked(own_forward(norm)) for norm in self.called_norms(layer)):
             more.append(("norms of called parts", None))
-        return [(f"read: {type(layer).__name__}.forward", None), *rows, *more]
+        return [(f"read: {without_fsdp2(type(layer)).__name__}.forward", None), *rows, *more]
 
     def called_norms(self, layer) -> List[nn.Module]:
         """The norms in a layer's parts that are called as the modules that they are, of the class of the norms that are not."""

@@ -22,7 +22,9 @@ from .padding import left_out_of_decoder, put_back
 
 __all__ = ["choosing_forward", "given_tokens", "model_forward"]
 
-KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
+# Tells an export, which needs its mask, from torch.compile. `torch.compiler.is_exporting` returns it, but in every graph of torch 2.11 that
+# function is True; torch 2.6 has neither.
+EXPORTS = "_is_exporting_flag"
 
 
 def given_tokens(kwargs):
@@ -43,7 +45,7 @@ def _with_documents(model, kwargs, told: bool):
     if spread and kwargs.get("position_ids") is None:
         text = "position_ids are missing, and this process has a part of each row. Pass those of its tokens in their documents"
         raise ValueError(f"{text}, [rows, tokens]")
-    compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    compiled = torch.compiler.is_compiling() and not getattr(torch.compiler, EXPORTS, True)
     without_masks = compiled and config._attn_implementation == "sdpa"
     if not (without_masks or ours) or type(config) not in TRACEABLE or not are_defaults_own(config):
         return kwargs

@@ -1,0 +1,53 @@
+"""Shows `explain` a model that FSDP2 shards as it is while its units run: with whole weights, of the dtype in which they are gathered.
+
+Between two passes each parameter is a DTensor, which no layer of ours computes with. Nothing is gathered here, since the other processes
+would have to take part: each weight is stood for by one of its shape without memory. The parameters and the names are FSDP2's own, which no
+public function of PyTorch tells; where a release has others, `explain` says what it sees.
+"""
+
+import contextlib
+from typing import Any, Iterator, Tuple
+
+import torch
+from torch import nn
+
+from ..parts.modules import without_fsdp2
+
+__all__ = ["as_in_a_pass"]
+
+
+@contextlib.contextmanager
+def as_in_a_pass(model: nn.Module) -> Iterator[None]:
+    """Gives the modules of a model that FSDP2 shards parameters that stand for the whole ones, until the context ends."""
+    try:
+        found = list(_whole_parameters(model))
+    except AttributeError:  # another release
+        found = []
+    before = [owner[name] for owner, name, _ in found]
+    try:
+        for owner, name, whole in found:
+            owner[name] = whole
+        yield
+    finally:
+        for (owner, name, _), parameter in zip(found, before):
+            owner[name] = parameter
+
+
+def _whole_parameters(model: nn.Module) -> Iterator[Tuple[dict, str, nn.Parameter]]:
+    """Yields (the parameters of a module, a name among these, what stands for the whole one). Leaves those that tensor parallelism shards
+    too, which are no ordinary tensors in a pass either, and those that are whole at the moment."""
+    for unit in model.modules() if isinstance(model, nn.Module) else ():
+        if without_fsdp2(type(unit)) is type(unit):
+            continue
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group, each in ((group, each) for group in groups if group is not None for each in group.fsdp_params):
+            place, sharded = each._module_info, each.sharded_param
+            places = [(place.module, place.param_name), *zip(place.shared_modules, place.shared_param_names)]
+            if each.is_dtensor or sharded.is_meta or place.module._parameters.get(place.param_name) is not sharded:
+                continue
+            whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=state._device)
+            whole.untyped_storage().resize_(0)
+            parameter = nn.Parameter(whole, requires_grad=sharded.requires_grad)
+            for module, name in places:
+                yield module._parameters, name, parameter
