@@ -9,7 +9,7 @@ from tests.integrations.adapters import lora
 from tests.integrations.common import batch, install, model_on
 from tests.integrations.preference import Outcome, counted, train
 from tests.integrations.preference import lora as adapters
-from tests.integrations.sharding import LENGTH, ROWS, assert_gradients, gradients_of, shard, whole
+from tests.integrations.sharding import LENGTH, ROWS, as_on_a_gpu, assert_gradients, gradients_of, shard, whole
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 ADVANTAGES = (1.0, -0.5, 0.3, -2.0)
@@ -71,7 +71,7 @@ def check_trl_in_parallel(here, engine, objective, adapted, changes):
         shard(here, model.get_base_model() if adapted else model, engine)
     for _ in range(2):
         parallel.zero_grad()
-        with counted(here.qwen3) as calls:
+        with as_on_a_gpu(here.qwen3), counted(here.qwen3) as calls:
             loss = step(parallel, mine, 2)
         assert calls == ["linear_log_probs"]
         assert_gradients(gradients_of(parallel, "module." if engine == "ddp" else ""), gradients_of(single), here.device)
@@ -108,7 +108,7 @@ def check_trainers(here, folder, engine, kind, recompute, options):
         model.config._name_or_path = folder  # by which the reference is loaded
         if ours:
             here.qwen3.kernelize(model, log_probs={"recompute": recompute})
-        with counted(here.qwen3) as calls, pytest.MonkeyPatch.context() as patch:
+        with as_on_a_gpu(here.qwen3), counted(here.qwen3) as calls, pytest.MonkeyPatch.context() as patch:
             if engine != "ddp":
                 shard(here, model, engine)
                 patch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
