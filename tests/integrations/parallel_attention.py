@@ -119,3 +119,13 @@ def test_what_is_said_of_sharded_models(ranks, request, name, engine, device_typ
     if device_type == "cuda":
         pytest.skip("what is said does not depend on the device")
     ranks.run(check_explained, str(request.getfixturevalue(MODELS[name][0])), name, engine)
+
+
+@in_each_process
+def test_layers_without_a_row_inside_fsdp1(here, moe_folder):
+    """They are read before FSDP1 wraps them, or their parts alone are served, and explain says what to do."""
+    package = package_of(here, moe_folder).qwen3
+    parallel = fsdp1(here, tiny("glm4_moe"))
+    rows = {row.part: row for row in package.explain(package.kernelize(parallel.module)).rows}
+    assert rows["MLP"].fused and "Call apply() or kernelize() before that" in rows["decoder layer"].reason
+    package.reset()

@@ -12,7 +12,7 @@ from ..capture.graphed_layers import WITHOUT_GRAPHS
 from ..family.calls import kind_of
 from ..family.layer_reader import alike
 from ..family.mask_reader import FUNCTIONS, why_masks_stay
-from ..family.ownership import bind, forward_for, other_owner, slot_of
+from ..family.ownership import CALL_BEFORE, bind, forward_for, is_wrapper, other_owner, slot_of
 from ..family.probes import flags_of
 from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
@@ -100,6 +100,9 @@ def _small(decoder: Any, layers: Tuple[Any, ...]) -> Small:
     unknown = [name for module in RELIED_ON for name in changed_texts(module)]
     if unknown:
         raise NotServed(f"transformers {release()} has an unknown text of {', '.join(unknown)}")
+    wrapper = next(filter(is_wrapper, layers), None)
+    if wrapper is not None:
+        raise NotServed(f"each layer is inside a {type(wrapper).__name__} already. {CALL_BEFORE}")
     if all_are_listened_to():
         raise NotServed("hooks listen to all modules of the process, and would to those of a small copy")
     return small_copy(decoder, layers)
