@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import sys
 import warnings
 from typing import NamedTuple
 

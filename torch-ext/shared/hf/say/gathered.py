@@ -36,18 +36,17 @@ def as_in_a_pass(model: nn.Module) -> Iterator[None]:
 def _whole_parameters(model: nn.Module) -> Iterator[Tuple[dict, str, nn.Parameter]]:
     """Yields (the parameters of a module, a name among these, what stands for the whole one). Leaves those that tensor parallelism shards
     too, which are no ordinary tensors in a pass either, and those that are whole at the moment."""
-    for unit in model.modules() if isinstance(model, nn.Module) else ():
-        if without_fsdp2(type(unit)) is type(unit):
-            continue
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group, each in ((group, each) for group in groups if group is not None for each in group.fsdp_params):
-            place, sharded = each._module_info, each.sharded_param
-            places = [(place.module, place.param_name), *zip(place.shared_modules, place.shared_param_names)]
-            if each.is_dtensor or sharded.is_meta or place.module._parameters.get(place.param_name) is not sharded:
-                continue
-            whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=state._device)
-            whole.untyped_storage().resize_(0)
-            parameter = nn.Parameter(whole, requires_grad=sharded.requires_grad)
-            for module, name in places:
-                yield module._parameters, name, parameter
+    units: Any = [each for each in model.modules() if without_fsdp2(type(each)) is not type(each)] if isinstance(model, nn.Module) else []
+    for unit in units:
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
+        for group in groups:
+            for each in group.fsdp_params:
+                place, sharded = each._module_info, each.sharded_param
+                if each.is_dtensor or sharded.is_meta or place.module._parameters.get(place.param_name) is not sharded:
+                    continue
+                whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=state._device)
+                whole.untyped_storage().resize_(0)
+                parameter = nn.Parameter(whole, requires_grad=sharded.requires_grad)
+                for module, name in [(place.module, place.param_name), *zip(place.shared_modules, place.shared_param_names)]:
+                    yield module._parameters, name, parameter
