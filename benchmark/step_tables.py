@@ -49,6 +49,7 @@ TRAINERS = {
     "DPO with LoRA, padded batches": "dpo_lora_16_checkpointing_padded",
 }
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
+SPREAD = "_spread_8_documents"  # a row over all GPUs
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, {}: time, and peak memory of a GPU"
 # What is added to it for results whose names end so.
 MORE = {SKEWED: f"; {SKEWED} routing", "_lora_16": "; adapters of rank 16 on all projections",
@@ -254,6 +255,6 @@ TABLES = {
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,
-    "spread": partial(sharded, kind="_spread_8_documents", layers=12),
+    "spread": partial(sharded, kind=SPREAD, layers=12),
     "step_parts": step_parts.table,
 }

@@ -233,7 +233,7 @@ def test_everything_that_was_measured_is_known():
     rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
     others = {"adamw", "fits", "generate", "host", "training"}
-    others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp")}
+    others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp")} | {f"qwen3_fsdp{step_tables.SPREAD}"}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values())}
     others |= {f"qwen3_step{kind}" for kind in (*step_tables.TRL.values(), *step_tables.EIGHT_BITS.values())}
     others |= {f"{family}_{kind}" for family in families.FAMILIES for kind in step_tables.TRAINERS.values()}

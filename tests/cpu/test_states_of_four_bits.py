@@ -127,9 +127,10 @@ def test_captured(package, kind, monkeypatch):
 def test_sharded_parameters(package, kind):
     """FSDP2 shards codes as other parameters; scales of bitsandbytes stay whole."""
     model = package.kernelize(package.four_bits(lora(sparse(kind), **BESIDE)))
-    expected = step_of(model)
+    expected, said = step_of(model), fused(package, model)
     with sharded(model.get_base_model()):
-        assert are_equal(whole(step_of(model)), expected) and fused(package, model) == 0, "outside of a pass nothing is whole"
+        assert are_equal(whole(step_of(model)), expected)
+        assert fused(package, model) == said > 0, "explain says what runs in a pass"
 
 
 def test_ddp(package, kind):

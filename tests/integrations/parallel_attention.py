@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from tests.decoder_families import tiny
 from tests.integrations.common import FACTOR, batch, model_on
@@ -16,6 +17,7 @@ from tests.models import Step, tiny_gpt_oss, tiny_qwen3_moe
 from tests.tolerances import assert_close
 
 DOCUMENT = 9  # tokens
+STEPS = 3  # what is known of a model after a step decides in the next one
 
 
 def decoder_too(here, model):
@@ -36,6 +38,20 @@ def replicated(here, model):
     return model
 
 
+def embeddings_too(here, model):
+    """FSDP2, with the embeddings another unit, which is gathered when they are called."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.model.embed_tokens, mesh=here.mesh)
+    return decoder_too(here, model)
+
+
+def fsdp1_of_decoder(here, model):
+    """FSDP1, with the decoder a unit between its layers and the root."""
+    inside = [*model.model.layers, model.model]
+    return fsdp1(here, model, policy=CustomPolicy(lambda module: any(module is unit for unit in inside)))
+
+
 UNITS = "root alone", "layers", "attention and mlp", "linears", "norms"
 ENGINES = {
     "DDP": ddp,
@@ -43,6 +59,8 @@ ENGINES = {
     "FSDP1 flat": functools.partial(fsdp1, flat=True),
     **{f"FSDP2, {units}": functools.partial(shard, units=units) for units in UNITS},
     "FSDP2, decoder": decoder_too,
+    "FSDP2, embeddings and decoder": embeddings_too,
+    "FSDP1, decoder": fsdp1_of_decoder,
     "FSDP2, replicate": replicated,
 }
 
@@ -52,30 +70,52 @@ ENGINES = {
 @in_each_process
 def test_packed_rows(here, engine):
     """Loss and gradients are those of transformers in one process, and each layer's attention is ours."""
+    check_steps(here, engine, {"position_ids": (torch.arange(LENGTH) % DOCUMENT).repeat(ROWS, 1)}, steps=1)
+
+
+@pytest.mark.integration("DDP: padded rows", "FSDP1: padded rows", "FSDP2: padded rows")
+@pytest.mark.parametrize("engine", ENGINES)
+@in_each_process
+def test_padded_rows(here, engine):
+    """One process has padding, the other none: what each gathers, and in which order, is the same."""
+    mask = (torch.arange(LENGTH) < torch.tensor([LENGTH - 7, LENGTH - 3, *[LENGTH] * (ROWS - 2)])[:, None]).long()
+    check_steps(here, engine, {"attention_mask": mask}, steps=STEPS)
+
+
+def check_steps(here, engine, more, steps):
+    """Loss and gradients are those of transformers in one process, and each layer's attention is ours in the last step. more: arguments of
+    the model."""
     if engine == "FSDP2, replicate":
         pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     device = here.own_device
-    inputs = batch(device, ROWS, LENGTH) | {"position_ids": (torch.arange(LENGTH, device=device) % DOCUMENT).repeat(ROWS, 1)}
+    inputs = batch(device, ROWS, LENGTH) | {name: value.to(device) for name, value in more.items()}
+    inputs["labels"] = torch.where(inputs.get("attention_mask", inputs["labels"]) == 0, -100, inputs["labels"])
     expected = Step(model_on(device, use_cache=False), **inputs)
     module, calls = sys.modules[f"{here.qwen3.__name__}.shared.hf.attention.attention"], []
     original = module.attention
     module.attention = lambda *args, **options: calls.append(1) or original(*args, **options)
+    flat = engine.startswith("FSDP1")  # whose gradients are pieces, and whose steps other tests compare
     try:
         with as_on_a_gpu(here.qwen3):
             model = here.qwen3.kernelize(model_on(device, use_cache=False))
             parallel = ENGINES[engine](here, model)
-            loss = parallel(**rows_of(inputs, here.rank)).loss
+            for _ in range(steps):
+                parallel.zero_grad()
+                calls.clear()
+                loss = parallel(**rows_of(inputs, here.rank)).loss
+                (2 * loss).backward()
+                total = loss.detach().clone()
+                torch.distributed.all_reduce(total)
+                assert_close(total, expected.loss, torch.float32, "loss", FACTOR[here.device])
+                if not flat:
+                    assert_gradients(gradients_of(parallel, "module."), expected.gradients, here.device)
             assert [row.reason for row in here.qwen3.explain(model).rows if row.part == "attention" and not row.fused] == []
     finally:
         module.attention = original
-    if here.device == "cpu":  # kernels take no float32, so on a GPU SDPA has its place, with the mask that documents make
+    # Kernels take no float32, so on a GPU SDPA has its place; so it has for rows without padding, each of one document, and where a wrapper
+    # around the decoder may show what attention returns for padding.
+    if here.device == "cpu" and ("position_ids" in more or (here.rank == 0 and engine != "FSDP1, decoder")):
         assert len(calls) == len(model.model.layers)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total)
-    assert_close(total, expected.loss, torch.float32, "loss", FACTOR[here.device])
-    if not engine.startswith("FSDP1"):  # whose gradients are flat, and whose steps other tests compare
-        (2 * loss).backward()
-        assert_gradients(gradients_of(parallel, "module."), expected.gradients, here.device)
 
 
 MODELS = {  # the fixture of the package's folder, and what makes a model; GLM-4-MoE and Gemma 4 have no row

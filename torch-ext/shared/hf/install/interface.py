@@ -157,7 +157,8 @@ class Interface:
 
         model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`,
         `count`, `fused`, `reason`, `advice` and `code`. The answer holds for the state in which the model is now (its adapters, hooks,
-        autocast), so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+        autocast), so ask where the training step would be, and not while another thread trains the model. Raises TypeError when the
+        model has no decoder layers of this kind.
         """
         with as_in_a_pass(model):
             return one_model.explain(self.families, model, self._shapes)

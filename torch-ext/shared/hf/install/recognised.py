@@ -23,7 +23,7 @@ from ..parts.adapters import inside_wrappers
 from ..parts.explanation import Reason
 from ..parts.facts import NotServed
 from ..parts.lookups import SAVED
-from ..parts.modules import all_are_listened_to, for_class, original_forward
+from ..parts.modules import all_are_listened_to, for_class, original_forward, without_fsdp2
 from ..parts.weights import weight_within
 from . import layers as made
 from .small_copy import Small, check_on_copy, on_the_side, small_copy
@@ -183,13 +183,13 @@ def _put_norms(modules: Iterable[Any], forwards: Mapping[Any, Callable]) -> None
 
 def why_attention_stays(decoder: Any) -> Optional[Reason]:
     """Why a decoder without a row may not choose our attention, whose masks are no tensors; None where it may."""
-    cls, whose = type(decoder), [(layer, read_of(layer)) for layer in decoder.layers]
+    cls, whose = without_fsdp2(type(decoder)), [(layer, read_of(layer)) for layer in decoder.layers]
     if any(own is None for _, own in whose):
         return Reason("row", "attention has masks of transformers', since some layers are transformers' own")
     modeling = sys.modules.get(cls.__module__)
     if not getattr(decoder, "_supports_sdpa", False) or getattr(cls, "config_class", None) is None or not hasattr(modeling, FUNCTIONS):
         return Reason("row", f"attention is its own: {cls.__name__} takes none of transformers' that another may stand for")
-    called = {type(layer._modules[own.family.attention]) for layer, own in whose if own is not None and own.calls_attention}
+    called = {without_fsdp2(type(layer._modules[own.family.attention])) for layer, own in whose if own is not None and own.calls_attention}
     text = why_masks_stay(cls, called)
     return None if text is None else Reason("row", f"attention has masks of transformers': {text}")
 

@@ -17,7 +17,7 @@ from torch import nn
 from ..attention.attention_choice import WITHOUT, lies_where_kernels_run
 from ..family.forwards import rotary_of, unless_replaced
 from ..family.known_texts import TEXTS
-from ..family.ownership import bind, copy_with, other_owner, slot_of
+from ..family.ownership import bind, copy_with, is_wrapper, other_owner, slot_of
 from ..layer.decoder_layer import FusedLayer
 from ..layer.recognised_layer import FACTS
 from ..model.losses import Read
@@ -186,7 +186,7 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
     """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
     this package is on it."""
     decoders = decoders_in(model)
-    layers = [layer for decoder in decoders for layer in decoder.layers.modules()]  # which FSDP1 and others put into wrappers
+    layers = [_inside(layer) for decoder in decoders for layer in decoder.layers]
     read = [(layer, own.explain) for layer, own in zip(layers, map(read_of, layers)) if own is not None and ours(layer)]
     if read:
         served = [layer for layer, _ in read]
@@ -197,7 +197,7 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
         }  # fmt: skip
         for decoder in decoders:
             why = why_attention_stays(decoder) if WITHOUT not in vars(decoder) and lies_where_kernels_run(decoder) else None
-            if why is not None and any(map(read_of, decoder.layers.modules())):
+            if why is not None and any(map(read_of, map(_inside, decoder.layers))):
                 left["attention"] = why, len(decoder.layers)
         stays = "batches keep their padding: what a decoder without a row does between its layers is not read"
         left["padding"] = Reason("padding", stays), len(read)
@@ -224,9 +224,16 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
     return explanation_of(found)
 
 
+def _inside(layer: Any) -> Any:
+    """The layer inside a library's wrapper, such as FSDP1's; any other layer itself."""
+    while is_wrapper(layer) and len(layer._modules) == 1:
+        (layer,) = layer._modules.values()
+    return layer
+
+
 def _why_unread(shapes: Shapes, decoder: Any, read: Sequence[nn.Module] = ()) -> List[Tuple[Reason, int]]:
     """Why layers of a decoder have no forward of ours, and how many. read: those that have one."""
-    left = [layer for layer in decoder.layers if set(layer.modules()).isdisjoint(read)]
+    left = [layer for layer in decoder.layers if all(_inside(layer) is not each for each in read)]
     results = recognise(decoder, shapes.experts) if left else []
     whose = Reason("unpatched", "transformers' own forward, or the user's")
     counts = [(found, sum(any(layer is each for each in left) for layer in found.layers)) for found in results]

@@ -44,7 +44,7 @@ from ..parts.eight_bit_linear import EightBitLinear
 from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.host_embedding import HostEmbedding
 from ..parts.lookups import is_by
-from ..parts.modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward, without_fsdp2
+from ..parts.modules import CAPTURING, FSDP, FSDP2, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward, without_fsdp2
 from ..parts.tree import HOOKS, tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
@@ -273,7 +273,9 @@ def without_padding(
         return kwargs, None
     if _may_see_padding(decoder, embedding):
         return kwargs, None
-    keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
+    # Where FSDP gathers a decoder by itself, its embeddings lie in shards before it is called, or are a unit that processes whose rows have
+    # no padding gather later.
+    keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens))) or (not chosen and is_by(FSDP2, type(decoder)))
     if alone and keeps:
         return kwargs, None
     if alone:

@@ -21,7 +21,7 @@ from .explanation import Reason
 from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, replaced_below
 
 __all__ = [
-    "ACTIVATIONS", "ACTIVATION_CLASSES", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "MODULE_CALL", "OFF", "Layer",
+    "ACTIVATIONS", "ACTIVATION_CLASSES", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "FSDP2", "MODULE_CALL", "OFF", "Layer",
     "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
     "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",

@@ -1,8 +1,9 @@
 """Shows `explain` a model that FSDP2 shards as it is while its units run: with whole weights, of the dtype in which they are gathered.
 
 Between two passes each parameter is a DTensor, which no layer of ours computes with. Nothing is gathered here, since the other processes
-would have to take part: each weight is stood for by one of its shape without memory. The parameters and the names are FSDP2's own, which no
-public function of PyTorch tells; where a release has others, `explain` says what it sees.
+would have to take part: each weight is stood for by one of its shape without memory, FSDP2's own after a first pass. Before that each is
+allocated and let go again. The attributes are FSDP2's, which no public function of PyTorch tells; where a release has others, `explain`
+says what it sees.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from typing import Any, Iterator, Tuple
 import torch
 from torch import nn
 
+from ...runtime.device import PLAIN
 from ..parts.modules import without_fsdp2
 
 __all__ = ["as_in_a_pass"]
@@ -34,19 +36,23 @@ def as_in_a_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _whole_parameters(model: nn.Module) -> Iterator[Tuple[dict, str, nn.Parameter]]:
-    """Yields (the parameters of a module, a name among these, what stands for the whole one). Leaves those that tensor parallelism shards
-    too, which are no ordinary tensors in a pass either, and those that are whole at the moment."""
+    """Yields (the parameters of a module, a name among these, what stands for the whole one). Leaves those that are no ordinary tensors in
+    a pass either (sharded by tensor parallelism too, of a subclass), and those that are whole at the moment."""
     units: Any = [each for each in model.modules() if without_fsdp2(type(each)) is not type(each)] if isinstance(model, nn.Module) else []
     for unit in units:
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
         for group in groups:
             for each in group.fsdp_params:
-                place, sharded = each._module_info, each.sharded_param
-                if each.is_dtensor or sharded.is_meta or place.module._parameters.get(place.param_name) is not sharded:
+                place, sharded, whole = each._module_info, each.sharded_param, getattr(each, "_unsharded_param", None)
+                held = place.module._parameters.get(place.param_name)
+                if each.is_dtensor or held is None or held is whole or type(sharded._local_tensor) not in PLAIN:
                     continue
-                whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=state._device)
-                whole.untyped_storage().resize_(0)
-                parameter = nn.Parameter(whole, requires_grad=sharded.requires_grad)
+                if whole is None:
+                    device = sharded.device if sharded.is_meta else state._device
+                    whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=device)
+                    if not sharded.is_meta:
+                        whole.untyped_storage().resize_(0)
+                parameter = nn.Parameter(whole.detach(), requires_grad=sharded.requires_grad)
                 for module, name in [(place.module, place.param_name), *zip(place.shared_modules, place.shared_param_names)]:
                     yield module._parameters, name, parameter
