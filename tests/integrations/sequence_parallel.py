@@ -335,10 +335,8 @@ def test_ulysses_around_what_is_not_ours(here, qwen3_5_folder):
 
 @in_each_process
 def test_ulysses_compiled(here):
-    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises, or is right where the torch
-    that runs leaves attention out of the graph."""
+    """A graph has DeepSpeed's own attention, and says so; around ours, which was asked for by name, it raises."""
     device, batch = begin(here, packed())
-    expected = expected_of(model_on(device), batch)[0][:, part_of(here)]
     for name in ("sdpa", "bastile"):
         with spread(here):
             torch._dynamo.reset()
@@ -347,12 +345,8 @@ def test_ulysses_compiled(here):
                 model.set_attn_implementation(name)
             compiled = torch.compile(register(here, model, name), backend="eager")
             if name == "bastile":
-                try:
-                    found = step(compiled, batch, part_of(here), False)[0]
-                except ValueError as error:
-                    assert "DeepSpeed" in str(error)
-                else:
-                    assert_close(found, expected, torch.float32, "logits", 2 * FACTOR[here.device])
+                with pytest.raises(ValueError, match="DeepSpeed"):
+                    step(compiled, batch, part_of(here), False)
             else:
                 with pytest.warns(RuntimeWarning, match="Leave torch.compile out"):
                     step(compiled, batch, part_of(here), False)
