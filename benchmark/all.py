@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from . import records
@@ -79,6 +80,7 @@ DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "sm
 UNSLOTH = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b")  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
 TRAINED = ("--warmup", "4", "--steps", "10", "--rounds", ROUNDS)
+of_trainer = partial(steps, module="benchmark.benchmark_trainers", measured=TRAINED, shows="trainers")
 TRAINERS = {"padded": (("--lora", "16"), 370), "packed": (("--lora", "16", "--packing"), 390), "full_padded": ((), 320),
             "full_packed": (("--packing",), 390)}
 # Of Qwen3's all but log-probabilities, which are a run of their own.
@@ -107,15 +109,12 @@ RUNS = {
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),
     "lora_recompute": steps(*LORA, "--providers", "bastile_recompute", module="benchmark.benchmark_lora", seconds=60, shows="as_trained"),
     "lora_unsloth": steps(*LORA, "--providers", "unsloth", module="benchmark.benchmark_lora", seconds=280, shows="as_trained"),
-    **{f"sft_{name}": steps(*arguments, *PEERS, module="benchmark.benchmark_trainers", measured=TRAINED, seconds=seconds, shows="trainers")
-       for name, (arguments, seconds) in TRAINERS.items()},
-    **{f"sft_{name}_captured": steps(*arguments, "--providers", "bastile_captured", module="benchmark.benchmark_trainers",
-                                     measured=TRAINED, seconds=320, shows="trainers") for name, (arguments, _) in TRAINERS.items()},
-    **{f"dpo_{name}": steps("--trainer", "dpo", "--lora", "16", "--providers", name, module="benchmark.benchmark_trainers",
-                            measured=TRAINED, seconds=seconds, shows="trainers")
+    **{f"sft_{name}": of_trainer(*arguments, *PEERS, seconds=seconds) for name, (arguments, seconds) in TRAINERS.items()},
+    **{f"sft_{name}_captured": of_trainer(*arguments, "--providers", "bastile_captured", seconds=320)
+       for name, (arguments, _) in TRAINERS.items()},
+    **{f"dpo_{name}": of_trainer("--trainer", "dpo", "--lora", "16", "--providers", name, seconds=seconds)
        for name, seconds in (("huggingface", 200), ("liger", 210), ("bastile", 100), ("bastile_captured", 340))},
-    "sft_compiled": steps("--lora", "16", "--packing", "--providers", "torch_compile,bastile_compiled",
-                          module="benchmark.benchmark_trainers", measured=TRAINED, seconds=300, shows="trainers"),
+    "sft_compiled": of_trainer("--lora", "16", "--packing", "--providers", "torch_compile,bastile_compiled", seconds=300),
     "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),
     "padded": steps(*MASKED, "--rows", "4", "--padding", "0.2", seconds=150, shows="masked"),
     "moe": steps(*MOE, "--tokens", "4096,8192", seconds=350, shows="qwen3_moe_step"),

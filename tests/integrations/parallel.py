@@ -22,6 +22,7 @@ from tests.integrations.sharding import (
     package_of,
     rows_of,
     shard,
+    units_of,
     whole,
 )
 from tests.models import Step, tiny_gpt_oss, tiny_qwen3_5, tiny_qwen3_moe
@@ -65,7 +66,7 @@ def fsdp1(here, model, units="layers", flat=False, policy=None):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    inside = [] if policy else UNITS[units](model.get_base_model() if hasattr(model, "peft_config") else model)
+    inside = [] if policy else units_of(model.get_base_model() if hasattr(model, "peft_config") else model, units)
     policy = policy or CustomPolicy(lambda module: any(module is unit for unit in inside))
     device = torch.device(here.own_device)
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=not flat)

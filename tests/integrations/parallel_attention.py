@@ -6,27 +6,17 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.fsdp.wrap import CustomPolicy
 
 from tests.decoder_families import tiny
 from tests.integrations.common import FACTOR, batch, model_on
 from tests.integrations.parallel import fsdp1
 from tests.integrations.ranks import in_each_process
-from tests.integrations.sharding import LENGTH, ROWS, as_on_a_gpu, assert_gradients, ddp, gradients_of, package_of, rows_of, shard
+from tests.integrations.sharding import LENGTH, OUTER, ROWS, as_on_a_gpu, assert_gradients, ddp, gradients_of, package_of, rows_of, shard
 from tests.models import Step, tiny_gpt_oss, tiny_qwen3_moe
 from tests.tolerances import assert_close
 
 DOCUMENT = 9  # tokens
 STEPS = 3  # what is known of a model after a step decides in the next one
-
-
-def decoder_too(here, model):
-    """FSDP2, with the decoder a unit between its layers and the root."""
-    from torch.distributed.fsdp import fully_shard
-
-    for unit in (*model.model.layers, model.model, model):
-        fully_shard(unit, mesh=here.mesh)
-    return model
 
 
 def replicated(here, model):
@@ -38,29 +28,13 @@ def replicated(here, model):
     return model
 
 
-def embeddings_too(here, model):
-    """FSDP2, with the embeddings another unit, which is gathered when they are called."""
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model.model.embed_tokens, mesh=here.mesh)
-    return decoder_too(here, model)
-
-
-def fsdp1_of_decoder(here, model):
-    """FSDP1, with the decoder a unit between its layers and the root."""
-    inside = [*model.model.layers, model.model]
-    return fsdp1(here, model, policy=CustomPolicy(lambda module: any(module is unit for unit in inside)))
-
-
-UNITS = "root alone", "layers", "attention and mlp", "linears", "norms"
+SHARDED = "root alone", "layers", "attention and mlp", "linears", "norms", *OUTER
 ENGINES = {
     "DDP": ddp,
     "FSDP1": fsdp1,
     "FSDP1 flat": functools.partial(fsdp1, flat=True),
-    **{f"FSDP2, {units}": functools.partial(shard, units=units) for units in UNITS},
-    "FSDP2, decoder": decoder_too,
-    "FSDP2, embeddings and decoder": embeddings_too,
-    "FSDP1, decoder": fsdp1_of_decoder,
+    "FSDP1, decoder": functools.partial(fsdp1, units="decoder"),
+    **{f"FSDP2, {units}": functools.partial(shard, units=units) for units in SHARDED},
     "FSDP2, replicate": replicated,
 }
 
@@ -143,11 +117,15 @@ def check_explained(here, folder, name, engine):
     model = package.kernelize(make())
     parallel = ENGINES[engine](here, model)
     before = [id(parameter) for parameter in model.parameters()]
-    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+
+    def check():
+        assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+
+    check()
     loss = parallel(**inputs).loss
-    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+    check()
     loss.backward()
-    assert not said_of(package, model) ^ expected, said_of(package, model) ^ expected
+    check()
     if engine != "FSDP1":  # which makes new views in each pass
         assert [id(parameter) for parameter in model.parameters()] == before
     package.reset()

@@ -87,10 +87,20 @@ UNITS = {
 }
 
 
+OUTER = {  # units around layers
+    "decoder": lambda model: [*model.model.layers, model.model],
+    "embeddings and decoder": lambda model: [model.model.embed_tokens, *model.model.layers, model.model],
+}
+
+
+def units_of(model, units):
+    return {**UNITS, **OUTER}[units](model)
+
+
 def shard(here, model, units="layers", **options):
     from torch.distributed.fsdp import fully_shard
 
-    for unit in UNITS[units](model):  # each a module, or several that are sharded as one
+    for unit in units_of(model, units):  # each a module, or several that are sharded as one
         fully_shard(unit, mesh=here.mesh, **options)
     return fully_shard(model, mesh=here.mesh, **options)
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..parts.binding import BoundForward
 from ..parts.lookups import ROTARY, is_by, name_of
 from ..parts.modules import (
-    FSDP,
+    FSDP2,
     LAYER,
     OFF,
     SAVED,
@@ -42,7 +42,7 @@ DESCRIBED = SAVED + "described"  # on a forward of ours: the one whose annotatio
 SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves
 WRAPPERS = ("peft.", "torch.distributed.", "torch._dynamo.")  # whose modules call the one inside them with what they are called with
 PLANS = "transformers.distributed."  # how the modules begin whose functions a plan of transformers' puts around forwards
-HOOKS = (FSDP, "torch.distributed._composable", "deepspeed.", "peft.")  # whose hooks leave what is no tensor as it is
+HOOKS = (*FSDP2, "deepspeed.", "peft.")  # whose hooks leave what is no tensor as it is
 _handing_on: set = set()  # what `hands_on` found to do so: (class, function)
 
 CALL_BEFORE = (

@@ -7,7 +7,7 @@ says what it sees.
 """
 
 import contextlib
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import torch
 from torch import nn
@@ -36,23 +36,27 @@ def as_in_a_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _whole_parameters(model: nn.Module) -> Iterator[Tuple[dict, str, nn.Parameter]]:
-    """Yields (the parameters of a module, a name among these, what stands for the whole one). Leaves those that are no ordinary tensors in
-    a pass either (sharded by tensor parallelism too, of a subclass), and those that are whole at the moment."""
+    """Yields (the parameters of a module, a name among these, what stands for the whole one)."""
     units: Any = [each for each in model.modules() if without_fsdp2(type(each)) is not type(each)] if isinstance(model, nn.Module) else []
-    for unit in units:
-        state = unit._get_fsdp_state()
+    for state in (unit._get_fsdp_state() for unit in units):
         groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
-        for group in groups:
-            for each in group.fsdp_params:
-                place, sharded, whole = each._module_info, each.sharded_param, getattr(each, "_unsharded_param", None)
-                held = place.module._parameters.get(place.param_name)
-                if each.is_dtensor or held is None or held is whole or type(sharded._local_tensor) not in PLAIN:
-                    continue
-                if whole is None:
-                    device = sharded.device if sharded.is_meta else state._device
-                    whole = torch.empty(sharded.shape, dtype=group.mp_policy.param_dtype or sharded.dtype, device=device)
-                    if not sharded.is_meta:
-                        whole.untyped_storage().resize_(0)
-                parameter = nn.Parameter(whole.detach(), requires_grad=sharded.requires_grad)
-                for module, name in [(place.module, place.param_name), *zip(place.shared_modules, place.shared_param_names)]:
-                    yield module._parameters, name, parameter
+        for each, dtype in [(each, group.mp_policy.param_dtype) for group in groups for each in group.fsdp_params]:
+            place, whole = each._module_info, _whole(each, dtype)
+            if whole is not None:
+                yield place.module._parameters, place.param_name, whole
+                yield from ((module._parameters, name, whole) for module, name in zip(place.shared_modules, place.shared_param_names))
+
+
+def _whole(each: Any, dtype: Optional[torch.dtype]) -> Optional[nn.Parameter]:
+    """What stands for a parameter of FSDP2's when it is whole; None for one that is no ordinary tensor in a pass either (sharded by tensor
+    parallelism too, of a subclass), and for one that is whole at the moment. dtype: of passes, None for its own."""
+    place, sharded, whole = each._module_info, each.sharded_param, getattr(each, "_unsharded_param", None)
+    held = place.module._parameters.get(place.param_name)
+    if each.is_dtensor or held is None or held is whole or type(sharded._local_tensor) not in PLAIN:
+        return None
+    if whole is None:
+        device = sharded.device if sharded.is_meta else each.device
+        whole = torch.empty(sharded.shape, dtype=dtype or sharded.dtype, device=device)
+        if not sharded.is_meta:
+            whole.untyped_storage().resize_(0)
+    return nn.Parameter(whole.detach(), requires_grad=sharded.requires_grad)
