@@ -55,6 +55,7 @@ def test_the_number_of_parameters_is_transformers(adapted, change):
 def test_none_walks_over_all_modules(adapted):
     model, causal_lm = adapted
     expected, parameters = asked(causal_lm, (False, True)), list(model.parameters())
+    assert causal_lm.num_parameters(exclude_embeddings=True) == expected  # the one walk
     with pytest.MonkeyPatch.context() as patch:
         for name in ("named_modules", "children"):
             patch.setattr(causal_lm.model, name, None)

@@ -1,5 +1,6 @@
 """What changes in a model is captured anew, and only that."""
 
+import copy
 import importlib
 import sys
 
@@ -41,6 +42,11 @@ def subclass(module):
     module.__class__ = type(cls.__name__, (cls,), {"forward": doubled(cls.forward)})
 
 
+def another_dictionary(module, name, **held):
+    """Gives a module another dictionary by a name, with something else in it. The one before stays as it was."""
+    setattr(module, name, {**getattr(module, name), **held})
+
+
 def doubled(function):
     def twice(*args, **kwargs):
         found = function(*args, **kwargs)
@@ -61,6 +67,12 @@ CHANGES = {
     "a frozen weight": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
     "another layer": lambda model: setattr(
         model.model.layers[0].mlp, "up_proj", torch.nn.Linear(model.config.hidden_size, model.config.intermediate_size)
+    ),
+    "another dictionary of weights": lambda model: another_dictionary(
+        model.model.layers[0].mlp.up_proj, "_parameters", weight=torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 2)
+    ),
+    "another dictionary of modules": lambda model: another_dictionary(
+        model.model.layers[1].mlp, "_modules", up_proj=copy.deepcopy(model.model.layers[0].mlp.up_proj)
     ),
     "a loaded state": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True),
 }

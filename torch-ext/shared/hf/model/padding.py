@@ -17,7 +17,7 @@ import itertools
 import operator
 import threading
 import weakref
-from typing import Any, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from ..parts.four_bit_experts import Mxfp4, Nf4, Parametrizations
 from ..parts.host_embedding import HostEmbedding
 from ..parts.lookups import is_by
 from ..parts.modules import CAPTURING, FSDP, FSDP2, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward, without_fsdp2
-from ..parts.tree import HOOKS, tree_of
+from ..parts.tree import HOOKS, Tree, tree_of
 from ..parts.weights import weight_within
 from ..parts.wrapped import inside
 
@@ -128,7 +128,7 @@ def _may_see_padding(decoder: nn.Module, embedding: nn.Module) -> bool:
     tree, modeling = tree_of(decoder, embedding), _as_it_was(type(decoder)).__module__
     kinds = list(map(type, tree.modules))
     each = {type(decoder), *kinds}
-    if _is_listened_to([vars(decoder), *tree.states], tree.hooks()) or not all(_is_known(cls, modeling) for cls in each):
+    if _is_listened_to(decoder, tree) or not all(_is_known(cls, modeling) for cls in each):
         return True
     asked = {cls for cls in each if is_by(ASKED_EACH, cls)}
     states = itertools.compress(tree.states, map(asked.__contains__, kinds)) if asked else ()
@@ -142,18 +142,18 @@ def _may_average(state: Dict[str, Any]) -> bool:
     return not known or bool(getattr(state.get("state"), "threshold", 0))
 
 
-def _is_listened_to(states: List[Dict[str, Any]], hooks: Iterable[dict]) -> bool:
-    """True if one of some modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
-    around one; or if one was given a forward that is not ours. states: the attributes of each, the first one's hooks among them; hooks: of
-    the others."""
+def _is_listened_to(decoder: nn.Module, tree: Tree) -> bool:
+    """True if one of a decoder's modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves
+    tensors around one; or if one was given a forward that is not ours."""
+    states = [vars(decoder), *tree.states]
     bound = [forward for forward in map(dict.get, states, itertools.repeat("forward")) if forward is not None]
     if not all(is_marked(getattr(forward, "__func__", None)) for forward in bound):
         return True
     if any(map(operator.contains, states, itertools.repeat("_hf_hook"))):
         return True
-    if not any(hooks) and not any(HOOKS(states[0])):
+    if not any(tree.hooks()) and not any(HOOKS(states[0])):
         return False
-    for backward, backward_pre, *forward in filter(any, map(HOOKS, states)):
+    for backward, backward_pre, *forward in filter(any, map(HOOKS, [states[0], *tree.called])):
         if backward or backward_pre:
             return True
         if not all(is_by((FSDP, CAPTURING), hook) for hooks in forward for hook in hooks.values()):

@@ -3,16 +3,17 @@
 
 import itertools
 import operator
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from torch import nn
 
-from .modules import SAVED, modules_of, torchs_own
+from .modules import SAVED, VALUES, modules_of, torchs_own
 
-__all__ = ["HOOKS", "TREE", "NotCopied", "keep_tree", "tree_of", "walk"]
+__all__ = ["CONTAINERS", "HOOKS", "TREE", "Contents", "NotCopied", "Tree", "keep_tree", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
-_MODULES, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_PARAMETERS = operator.attrgetter("_parameters")
+CONTAINERS = frozenset((nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList))  # never called, so their hooks never run
 # Read anew each time: some remove hooks by giving a module new dictionaries.
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _each = itertools.chain.from_iterable
@@ -29,20 +30,24 @@ class NotCopied:
         return (type(None), ())
 
 
-class _Held:
-    """Remembers some dictionaries and their contents, and tells whether either has changed. The comparison runs in C."""
+class Contents:
+    """Remembers the dictionaries that modules hold by a name, and their contents, and tells whether either has changed. The comparison runs
+    in C, and touches as little memory as it can, for which it mostly waits."""
 
-    def __init__(self, owners: Iterable[dict]):
-        self._owners = list(owners)
-        self._sizes = list(map(len, self._owners))
+    def __init__(self, name: str, states: Sequence[dict]):
+        """states: the attributes of each module."""
+        self._of, self._owners = operator.itemgetter(name), [state[name] for state in states]
+        self._empty = [owner for owner in self._owners if not owner]
         self._filled = list(filter(None, self._owners))
-        self.values = list(_each(map(dict.values, self._filled)))
+        self._sizes = list(map(len, self._filled))
+        self.values = list(_each(map(VALUES, self._filled)))
 
-    def is_same(self, owners: Iterable[dict]) -> bool:
-        """owners: the dictionaries that are there now."""
-        if not all(map(operator.is_, owners, self._owners)) or list(map(len, self._owners)) != self._sizes:
+    def is_same(self, states: Sequence[dict]) -> bool:
+        if not all(map(operator.is_, map(self._of, states), self._owners)):
             return False
-        return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
+        if any(self._empty) or list(map(len, self._filled)) != self._sizes:
+            return False
+        return all(map(operator.is_, _each(map(VALUES, self._filled)), self.values))
 
 
 class Tree(NotCopied):
@@ -56,8 +61,9 @@ class Tree(NotCopied):
         self.without = without
         self.modules = modules_of(root, *without)[1:]
         self.states = list(map(vars, self.modules))
-        self._found: Optional[_Held] = None  # modules
-        self._held: Optional[_Held] = None  # parameters, in no order
+        self._called: Optional[List[dict]] = None
+        self._found: Optional[Contents] = None  # modules
+        self._held: Optional[Contents] = None  # parameters, in no order
         self._parameters: List[nn.Parameter] = []
         self.embeddings: List[nn.Module] = []
 
@@ -65,21 +71,28 @@ class Tree(NotCopied):
         """Tells whether another walk would find the same modules."""
         if self.without != without:
             return False
+        states = [vars(root), *self.states]
         if self._found is None:
-            self._found = _Held(self._each_of(root, _MODULES))
-        return self._found.is_same(self._each_of(root, _MODULES))
+            self._found = Contents("_modules", states)
+        return self._found.is_same(states)
 
-    def _each_of(self, root: nn.Module, which: Callable[[Any], dict]) -> Iterable[dict]:
-        return itertools.chain((which(root),), map(which, self.modules))
+    @property
+    def called(self) -> List[dict]:
+        """The attributes of each module that may be called."""
+        if self._called is None:
+            self._called = [state for module, state in zip(self.modules, self.states) if type(module) not in CONTAINERS]
+        return self._called
 
     def hooks(self) -> Iterable[dict]:
-        """The dictionaries of the hooks of each."""
-        return _each(map(HOOKS, self.states))
+        """The dictionaries of the hooks of each module that may be called."""
+        return _each(map(HOOKS, self.called))
 
     def parameters(self, root: nn.Module) -> List[nn.Parameter]:
         """The parameters of the module on which it stands, in PyTorch's order."""
-        if self._held is None or not self._held.is_same(self._each_of(root, _PARAMETERS)):
-            self._held, self._parameters = _Held(self._each_of(root, _PARAMETERS)), _parameters_of(root)
+        states = [vars(root), *self.states]
+        if self._held is None or not self._held.is_same(states):
+            self._held, values = Contents("_parameters", states), _each(map(VALUES, filter(None, map(_PARAMETERS, walk(root)))))
+            self._parameters = list({id(each): each for each in values if each is not None}.values())
             self.embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
         return self._parameters
 
@@ -103,23 +116,6 @@ def walk(root: nn.Module) -> Iterator[nn.Module]:
                 break
         else:
             left.pop()
-
-
-def _parameters_of(root: nn.Module) -> List[nn.Parameter]:
-    """The parameters of a module in the order in which PyTorch finds them: a module's own before those of what it holds."""
-    found: Dict[int, nn.Parameter] = {}
-    seen: set = {None}
-    left: List[Any] = [root]
-    while left:
-        module = left.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        if module._parameters:  # most have none
-            found.update((id(parameter), parameter) for parameter in module._parameters.values() if parameter is not None)
-        if module._modules:
-            left += reversed(module._modules.values())
-    return list(found.values())
 
 
 def keep_tree(root: nn.Module) -> None:

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from .lookups import Lookups, original_forward_of
-from .tree import HOOKS
+from .tree import CONTAINERS, HOOKS, Contents
 
 __all__ = ["SIMPLE", "Watch"]
 
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 _FORWARD = operator.attrgetter("forward")
+HELD = ("_modules", "_parameters", "_buffers")  # the names by which a module holds others, and tensors
+MODULES_ALONE = (nn.ModuleDict, nn.ModuleList)  # of which nothing counts but the modules that they hold
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
 
 
@@ -44,28 +46,27 @@ class Watch:
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.states = list(map(vars, parts))
-        self.sized: List[dict] = []
-        self.tensors: List[torch.Tensor] = []
+        self.held = [Contents(name, self.states) for name in HELD]
+        self.called = [state for part, state in zip(parts, self.states) if type(part) not in CONTAINERS]
+        self.sized = [state for part, state in zip(parts, self.states) if type(part) not in MODULES_ALONE]
+        self.tensors = [value for held in self.held for value in held.values if isinstance(value, torch.Tensor)]
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
-        for part in parts:
-            state = part.__dict__
+        for state in self.sized:
             if hasattr(state.get("config"), "_attn_implementation"):
                 configs[id(state["config"])] = state["config"]
-            for held in (state, state["_modules"], state["_parameters"], state["_buffers"]):
-                self.sized.append(held)
-                for key, value in held.items():
-                    if held is state and key in standard and key != "training":
-                        continue
-                    if isinstance(value, torch.Tensor):
-                        self.tensors.append(value)
-                    if isinstance(value, (list, tuple, set, dict)) and _is_simple(value):
-                        equal.append((held, key, value if isinstance(value, tuple) else value.copy()))
-                    elif type(value) in (*SIMPLE, functools.partial) and type(value) is not bool or key == "forward":
-                        equal.append((held, key, value))
-                    else:
-                        identical.append((held, key, value))
+            for key, value in state.items():
+                if key in standard and key != "training":
+                    continue
+                if isinstance(value, torch.Tensor):
+                    self.tensors.append(value)
+                if isinstance(value, (list, tuple, set, dict)) and _is_simple(value):
+                    equal.append((state, key, value if isinstance(value, tuple) else value.copy()))
+                elif type(value) in (*SIMPLE, functools.partial) and type(value) is not bool or key == "forward":
+                    equal.append((state, key, value))
+                else:
+                    identical.append((state, key, value))
         self.identical, (*self.compared, values) = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
         self.values = list(values)
         self.calls = [_Call(value) if type(value) is functools.partial else value for value in values]
@@ -78,7 +79,7 @@ class Watch:
         self.facts = self._facts()
 
     def _structure(self) -> list:
-        """How many entries each dictionary has, and the class of each module; one call, as each counts in each pass."""
+        """How many attributes each module has, and its class; one call, as each counts in each pass."""
         return [*map(len, self.sized), *map(type, map(weakref.ref.__call__, self.parts))]
 
     def _facts(self) -> list:
@@ -90,7 +91,9 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(map(any, map(HOOKS, self.states))) or self._structure() != self.structure:
+        if any(map(any, map(HOOKS, self.called))) or self._structure() != self.structure:
+            return False
+        if not all(held.is_same(self.states) for held in self.held):
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
