@@ -18,7 +18,7 @@ TOKENS = random_tokens(2, 21)
 BLOCK = "_bastile_block"  # on the storage of a weight that `pack` moved, which stays where it is
 # Besides names that begin with _bastile_: what is replaced where it stands.
 KNOWN = {
-    "forward",  # of modules and classes
+    "forward", "train", "num_parameters",  # of modules and classes; the last two of causal LMs'
     "class", "config",  # of a decoder's configuration: its attention is ours
     "__init__", "__init_subclass__",  # of PreTrainedModel, which notes models that are made
     "bastile",  # in transformers' tables of attention, masks and experts

@@ -6,6 +6,9 @@ of each parameter, the text of each module) only to read whether it is enabled.
 `capture` puts the methods on the causal LM that holds the layers (a wrapper's own, PEFT's say, come to them), and on the model that it
 was given. Modules and parameters may be others in the next pass, so what they find is looked over each time (`Tree`), and no answer is
 kept.
+
+`apply` puts the two that Trainer calls in each pass on the classes of causal LMs. Nothing is kept on their models: other modules or weights
+would outlive what a user deletes.
 """
 
 import contextlib
@@ -15,28 +18,35 @@ import operator
 import sys
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Iterator, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ..parts.binding import BoundMethod
-from ..parts.modules import decoder_of, is_defined_by, is_transformers_own, torchs_own
+from ..parts.modules import SAVED, decoder_of, is_defined_by, is_transformers_own, torchs_own
 from ..parts.tree import TREE, keep_tree, tree_of, walk
 
-__all__ = ["answer", "take_back"]
+__all__ = ["answer", "answer_for_class", "take_back", "take_back_from_class"]
 
-_TRAIN, _TRAINING, _NEEDS_GRAD = torchs_own("train"), operator.itemgetter("training"), operator.attrgetter("requires_grad")
+_TRAIN, _NEEDS_GRAD = torchs_own("train"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters
 _MODULES = torchs_own("modules")
 _PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # PEFT skips the last
 _OF_TORCH = tuple(map(torchs_own, _WALKS))
+BENEATH = SAVED + "beneath"  # on what stands on a class: the method that it stands for
+
+
+def _beneath(cls: Any, name: str) -> Any:
+    """The method of a class, or what it has beneath ours; None if it has none."""
+    method = getattr(cls, name, None)
+    return getattr(method, BENEATH, method)
 
 
 def _changes_the_mode_alone(cls: Any) -> bool:
     """Tells whether the `train` of a class does nothing where all modules are in the mode already."""
-    method = cls.train
+    method = _beneath(cls, "train")
     return method is _TRAIN or is_defined_by(cls.__mro__, method, "train") and {*method.__code__.co_names} <= _OF_TRANSFORMERS
 
 
@@ -44,15 +54,16 @@ def _is_ours(method: Any) -> bool:
     return getattr(method, "bound_function", None) is train
 
 
-def train(self, mode: bool = True):
-    """`train` of the model's class, which is left out where it would change nothing."""
+def train(self, mode: bool = True, *, beneath: Optional[Callable] = None):
+    """`train` of the model's class, which is left out where it would change nothing. beneath: the method that this stands for, None for
+    that of the model's class."""
     if isinstance(mode, bool) and self.training is mode:
         tree = tree_of(self)
-        if all(map(operator.is_, map(_TRAINING, tree.states), repeat(mode))):
+        if all(map(operator.is_, map(dict.get, tree.states, repeat("training")), repeat(mode))):
             own = filter(None, map(dict.get, tree.states, repeat("train")))
             if all(map(_changes_the_mode_alone, {type(self), *map(type, tree.modules)})) and all(map(_is_ours, own)):
                 return self
-    return type(self).train(self, mode)
+    return type(self).train(self, mode) if beneath is None else beneath(mode)
 
 
 def _is_found_as_torch_does(model: nn.Module, *own: str) -> bool:
@@ -70,14 +81,19 @@ def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
     yield from tree_of(self).parameters(self)
 
 
-def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """`num_parameters` of transformers."""
+def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False, *, beneath: Optional[Callable] = None) -> int:
+    """`num_parameters` of transformers. beneath: as of `train`; asked for weights of four bits, which count twice."""
+    if beneath is not None and (getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters")):
+        return beneath(only_trainable, exclude_embeddings)
     tree = tree_of(self)
-    counted = tree.parameters(self)
+    found = _numel(tree.parameters(self), only_trainable)
     if exclude_embeddings:
-        left_out = {id(module._parameters.get("weight")) for module in tree.embeddings}
-        counted = [parameter for parameter in counted if id(parameter) not in left_out]
-    return sum(map(torch.Tensor.numel, filter(_NEEDS_GRAD, counted) if only_trainable else counted))
+        found -= _numel({module._parameters.get("weight") for module in tree.embeddings} - {None}, only_trainable)
+    return found
+
+
+def _numel(parameters: Iterable[nn.Parameter], only_trainable: bool) -> int:
+    return sum(map(torch.Tensor.numel, filter(_NEEDS_GRAD, parameters) if only_trainable else parameters))
 
 
 @functools.wraps(nn.Module.modules)
@@ -136,6 +152,37 @@ def disable_adapter(self) -> ContextManager:
     return contextlib.contextmanager(method.__wrapped__)(_WithShortStatus(self)) if short else method(self)
 
 
+def _of_class(cls: type, method: Callable) -> Callable:
+    """What stands on a class for one of its methods, and hands on what it may not answer."""
+    name = method.__name__
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def asked(self, *args, **kwargs):
+        beneath = getattr(super(cls, self), name)
+        if torch.compiler.is_compiling() or getattr(beneath, "__func__", None) is not original:
+            return beneath(*args, **kwargs)
+        return method(self, *args, **kwargs, beneath=beneath)
+
+    setattr(asked, BENEATH, original)
+    return asked
+
+
+def answer_for_class(cls: type) -> None:
+    """Puts on a class of transformers what Trainer asks a model in each pass, unless it has a method of its own, or its user's."""
+    for method in (train, num_parameters):
+        name = method.__name__
+        if name not in vars(cls) and is_defined_by(cls.__mro__, getattr(cls, name, None), name):
+            setattr(cls, name, _of_class(cls, method))
+
+
+def take_back_from_class(cls: type) -> None:
+    """Undoes `answer_for_class`."""
+    for method in (train, num_parameters):
+        if hasattr(vars(cls).get(method.__name__), BENEATH):
+            delattr(cls, method.__name__)
+
+
 METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules, disable_adapter)
 
 
@@ -150,10 +197,11 @@ def _can_answer(model: Any, method: Callable) -> bool:
         return cls.modules is _MODULES
     if method is disable_adapter:
         return _asks_for_a_short_status(cls)
-    if not is_defined_by(cls.__mro__, getattr(cls, name, None), name):
+    own = _beneath(cls, name)
+    if not is_defined_by(cls.__mro__, own, name):
         return False
     # weights of four bits count twice
-    return method is train or model.num_parameters(exclude_embeddings=True) == num_parameters(model, exclude_embeddings=True)
+    return method is train or own(model, exclude_embeddings=True) == num_parameters(model, exclude_embeddings=True)
 
 
 def answer(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from ..attention.attention_choice import (
     watch_attention,
 )
 from ..capture import capture as graphs
+from ..capture.asked_each_pass import answer_for_class, take_back_from_class
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, hub_names_of
@@ -183,6 +184,8 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
         asked["decoder_layer"] = asked.get("decoder_layer", False) and all(asked[name] for name in targets.needs)
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
+        for cls in present(*(ownership.class_for(targets, loss) for loss in targets.losses)):
+            (answer_for_class if any(on.values()) else take_back_from_class)(cls)
     trl.switch(told.log_probs, options)
 
 
@@ -317,6 +320,8 @@ def reset(families: Families):
 
 def _reset_classes(targets: Targets):
     """Puts back what was on the classes and functions of one family."""
+    for cls in present(*(ownership.class_for(targets, loss) for loss in targets.losses)):
+        take_back_from_class(cls)
     for operation in (*targets.classes, "rope"):
         owner, attribute, _ = _target(targets, operation)
         if owner is None:
