@@ -156,7 +156,7 @@ class TrainerStepper:
         if ahead:
             data = {name: column + data[name] for name, column in self.data(ahead, tokens, seed=1).items()}
         warmup, count = warmup + ahead, count + ahead
-        noted, seen = timed_by(self)(warmup, steps), []
+        noted, seen, losses = timed_by(self)(warmup, steps), [], []
 
         create: Any = getattr(trl, f"{self.kind.upper()}Trainer")
 
@@ -167,12 +167,14 @@ class TrainerStepper:
             def training_step(self, model, inputs, *args, **kwargs):
                 mask = inputs.get("attention_mask")
                 seen.append(inputs["input_ids"].numel() if mask is None else mask.sum())
-                return super().training_step(model, inputs, *args, **kwargs)
+                loss = super().training_step(model, inputs, *args, **kwargs)
+                losses.append(loss)
+                return loss
 
         with tempfile.TemporaryDirectory() as folder:
             config = getattr(trl, f"{self.kind.upper()}Config")(
                 output_dir=folder, max_length=tokens, per_device_train_batch_size=self.examples, torch_compile=self.compiled,
-                gradient_accumulation_steps=ACCUMULATED, max_steps=count, logging_steps=1, report_to=[], save_strategy="no",
+                gradient_accumulation_steps=ACCUMULATED, max_steps=count, report_to=[], save_strategy="no",
                 bf16=self.cuda, gradient_checkpointing=self.recipe.checkpointing, learning_rate=1e-4, use_liger_kernel=self.liger,
                 use_cpu=not self.cuda, disable_tqdm=True, seed=0, data_seed=0, **({"packing": True} if self.packing else {}),
             )  # fmt: skip
@@ -182,7 +184,7 @@ class TrainerStepper:
             )  # fmt: skip
             if self.capture:
                 self.capture(trainer.model)
-            with contextlib.redirect_stdout(sys.stderr):  # where the log of each step goes otherwise, among the reports
+            with contextlib.redirect_stdout(sys.stderr):  # where the log of the steps goes otherwise, among the reports
                 trainer.train()
         ms = [1e3 * (after - before) for before, after in zip(noted.ends, noted.ends[1:])]
         timed = [int(number) for number in seen[warmup * ACCUMULATED : (warmup + steps) * ACCUMULATED]]
@@ -191,7 +193,7 @@ class TrainerStepper:
             "ms": ms[warmup : warmup + steps],
             "first_ms": ms[0],
             "peak_gib": noted.peak,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and not ahead][:LOSSES],  # of the same texts
+            "losses": torch.stack(losses).view(-1, ACCUMULATED).sum(1)[:LOSSES].tolist() if not ahead else [],  # of the same texts
             "parts": {} if noted.device_ms is None else {"device": noted.device_ms},
             "real": sum(timed) / steps,
         }
