@@ -100,7 +100,8 @@ bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and
 	$(BIN)/python -m benchmark.steps --autocast --weights fp32 --layers 12 --tokens 4096
 
 bench-trainers: $(READY) ## TRL's SFTTrainer over texts of uneven length, padded and packed, with LoRA and of all weights, compiled too; and DPOTrainer
-	$(BIN)/python -m benchmark.all --runs sft_padded,sft_packed,sft_full_padded,sft_full_packed,dpo_padded,dpo_captured,sft_compiled
+	$(BIN)/python -m benchmark.all --runs sft_padded,sft_padded_captured,sft_packed,sft_full_padded,sft_full_packed
+	$(BIN)/python -m benchmark.all --runs dpo_huggingface,dpo_liger,dpo_bastile,dpo_bastile_captured,sft_torch_compile,sft_bastile_compiled
 
 bench-qwen3-moe: $(READY) ## Qwen3-30B-A3B: the layer of experts, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_qwen3_experts --budget-s 300

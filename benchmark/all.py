@@ -114,7 +114,8 @@ RUNS = {
        for name, (arguments, _) in TRAINERS.items()},
     **{f"dpo_{name}": of_trainer("--trainer", "dpo", "--lora", "16", "--providers", name, seconds=seconds)
        for name, seconds in (("huggingface", 200), ("liger", 210), ("bastile", 100), ("bastile_captured", 340))},
-    "sft_compiled": of_trainer("--lora", "16", "--packing", "--providers", "torch_compile,bastile_compiled", seconds=300),
+    **{f"sft_{name}": of_trainer("--lora", "16", "--packing", "--providers", name, seconds=seconds)
+       for name, seconds in (("torch_compile", 560), ("bastile_compiled", 300))},
     "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),
     "padded": steps(*MASKED, "--rows", "4", "--padding", "0.2", seconds=150, shows="masked"),
     "moe": steps(*MOE, "--tokens", "4096,8192", seconds=350, shows="qwen3_moe_step"),

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import runpy
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def test_the_runs_that_fill_all_tables():
         if name != "sanitizer":
             assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == rounds, name
         assert "--results" in run.command_line(9.0, Path("x")) or name == "sanitizer"
+
+
+def test_the_runs_of_the_makefile_are_known():
+    found = re.findall(r"--runs ([a-z]\S*)", (records.ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert found and {name for each in found for name in each.split(",")} <= all_runs.RUNS.keys()
 
 
 class Taken(Exception):
