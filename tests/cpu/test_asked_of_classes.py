@@ -1,9 +1,10 @@
-"""What Trainer asks a model in each pass after `apply()` is what transformers says, without a walk over all modules, and whatever a user has
+"""What Trainer asks a model in each pass after `apply()` is what transformers says, without a walk over all modules, whatever a user has
 changed."""
 
 import itertools
 import sys
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -136,6 +137,19 @@ def test_weights_of_four_bits_count_twice(qwen3):
     found = model.num_parameters()
     qwen3.reset()
     assert found == model.num_parameters() == sum(p.numel() for p in model.parameters()) + 8
+
+
+def test_adapters_of_a_peft_that_is_loaded_late(qwen3, monkeypatch):
+    """A trainer of TRL's calls `add_fused_lm_head` when it is made."""
+    utils, plain = pytest.importorskip("trl.trainer.utils"), peft.PeftModel.disable_adapter
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "peft.peft_model")
+        qwen3.apply()
+    assert peft.PeftModel.disable_adapter is plain
+    utils.add_fused_lm_head(tiny_model())
+    assert peft.PeftModel.disable_adapter is not plain
+    qwen3.reset()
+    assert peft.PeftModel.disable_adapter is plain
 
 
 def test_inside_of_one_graph(qwen3):

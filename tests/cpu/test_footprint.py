@@ -18,11 +18,12 @@ TOKENS = random_tokens(2, 21)
 BLOCK = "_bastile_block"  # on the storage of a weight that `pack` moved, which stays where it is
 # Besides names that begin with _bastile_: what is replaced where it stands.
 KNOWN = {
-    "forward", "train", "num_parameters",  # of modules and classes; the last two of causal LMs'
+    "forward", "train", "num_parameters",  # of modules and classes; the last two of causal LMs
     "class", "config",  # of a decoder's configuration: its attention is ours
     "__init__", "__init_subclass__",  # of PreTrainedModel, which notes models that are made
     "bastile",  # in transformers' tables of attention, masks and experts
     "apply_rotary_pos_emb", "kernel_layer_name", "kernel_condition", "_use_kernels",
+    "disable_adapter",  # of PEFT's models
     "_WhenImported",  # in sys.meta_path: for TRL
     "ChunkedLogProbFunction", "_ChunkedLogProbFunction", "ChunkedDivergenceFunction", "_ChunkedDivergenceFunction",  # of TRL
     "add_fused_lm_head",  # the same

@@ -1,4 +1,4 @@
-"""The `disable_adapter` of a captured model does what PEFT's does, without the status of all adapters."""
+"""After `apply()`, and of a captured model, `disable_adapter` does what PEFT's does, without the status of all adapters."""
 
 import contextlib
 import copy
@@ -12,6 +12,7 @@ from torch import nn
 from tests.capturing import one_family
 
 pytestmark = one_family
+PEFTS = peft.PeftModel.disable_adapter
 ADAPTERS = {
     "lora": peft.LoraConfig(r=2, target_modules="all-linear"),
     "saved": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
@@ -44,7 +45,7 @@ def written_out(monkeypatch):
 def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, monkeypatch):
     """A reference pass of DPO asks for no status of adapters that nobody reads."""
     found = {}
-    for captured in (False, True):
+    for way in ("plain", "capture", "apply"):
         model = peft.get_peft_model(package.kernelize(tiny_model()), copy.deepcopy(ADAPTERS[kind])).train()
         if state == "off":
             model.base_model.disable_adapter_layers()
@@ -55,8 +56,8 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
         if state == "wrappers off":  # around tokens that are trained, of which PEFT asks what is in them alone
             for wrapper in (each for each in adapter_layers(model) if isinstance(each, peft.utils.other.TrainableTokensWrapper)):
                 wrapper._disable_adapters = True
-        if captured:
-            package.capture(model)
+        if way != "plain":
+            package.capture(model) if way == "capture" else package.apply()
         texts = written_out(monkeypatch)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
@@ -65,14 +66,14 @@ def test_adapters_are_switched_off_as_by_peft(package, tiny_model, kind, state, 
                     within = [switches(model)]
                 within.append(switches(model))
         said = [str(warning.message) for warning in given]
-        assert nothing is None and bool(texts) is not captured
-        found[captured] = within, switches(model), said
+        assert nothing is None and bool(texts) is (way == "plain")
+        found[way] = within, switches(model), said
         with pytest.raises(KeyError), model.disable_adapter():
             raise KeyError
-        assert switches(model) == found[captured][1]
+        assert switches(model) == found[way][1]
         package.reset()
-        assert "disable_adapter" not in vars(model)
-    assert found[True] == found[False]
+        assert peft.PeftModel.disable_adapter is PEFTS
+    assert found["capture"] == found["apply"] == found["plain"]
 
 
 def beside(model):
@@ -130,7 +131,6 @@ def test_adapters_of_several_kinds_are_switched_off(package, tiny_model):
     """A mixed model has no status."""
     model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules=["q_proj"]), mixed=True).train()
     package.capture(model)
-    assert "disable_adapter" not in vars(model)
     with model.disable_adapter():
         assert all(layer.disable_adapters for layer in adapter_layers(model))
     assert not any(layer.disable_adapters for layer in adapter_layers(model))

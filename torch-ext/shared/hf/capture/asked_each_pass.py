@@ -7,8 +7,9 @@ of each parameter, the text of each module) only to read whether it is enabled.
 was given. Modules and parameters may be others in the next pass, so what they find is looked over each time (`Tree`), and no answer is
 kept.
 
-`apply` puts the two that Trainer calls in each pass on the classes of causal LMs. Nothing is kept on their models: other modules or weights
-would outlive what a user deletes.
+`apply` puts the two that Trainer calls in each pass on the classes of causal LMs. Nothing is kept on their models: modules and weights
+would outlive what a user deletes. Both put `disable_adapter` on PEFT's class, and so does the first trainer of TRL's: PEFT may be loaded
+late.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from ..parts.binding import BoundMethod
 from ..parts.modules import SAVED, decoder_of, is_defined_by, is_transformers_own, torchs_own
 from ..parts.tree import TREE, keep_tree, tree_of, walk
 
-__all__ = ["answer", "answer_for_class", "take_back", "take_back_from_class"]
+__all__ = ["answer", "answer_for_adapters", "answer_for_class", "take_back", "take_back_from_adapters", "take_back_from_class"]
 
 _TRAIN, _NEEDS_GRAD = torchs_own("train"), operator.attrgetter("requires_grad")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
@@ -88,7 +89,8 @@ def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool 
     tree = tree_of(self)
     found = _numel(tree.parameters(self), only_trainable)
     if exclude_embeddings:
-        found -= _numel({module._parameters.get("weight") for module in tree.embeddings} - {None}, only_trainable)
+        weights = [module._parameters.get("weight") for module in tree.embeddings]
+        found -= _numel({weight for weight in weights if weight is not None}, only_trainable)
     return found
 
 
@@ -106,8 +108,8 @@ def modules(self, *args, **kwargs):
 class _WithShortStatus:
     """Takes the place of a PEFT model inside PEFT's `disable_adapter`, which reads a single field of the adapters' status: `enabled`."""
 
-    def __init__(self, model: nn.Module):
-        vars(self)["_model"] = model
+    def __init__(self, model: nn.Module, method: Callable):
+        vars(self).update(_model=model, _method=method)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_model"], name)
@@ -116,9 +118,10 @@ class _WithShortStatus:
         setattr(vars(self)["_model"], name, value)
 
     def get_model_status(self) -> Any:
-        model = vars(self)["_model"]
+        model, method = vars(self)["_model"], vars(self)["_method"]
         peft, base = sys.modules[_PEFT], model.base_model
-        if "get_model_status" in vars(model) or not _asks_for_a_short_status(type(model)) or not isinstance(base, peft.BaseTuner):
+        known = _asks_for_a_short_status(type(model), method) and "get_model_status" not in vars(model)
+        if not known or not isinstance(base, peft.BaseTuner):
             return model.get_model_status()
         *kinds, but = (getattr(peft, name) for name in _ADAPTED)
         found = list(walk(base))
@@ -129,10 +132,9 @@ class _WithShortStatus:
         return SimpleNamespace(enabled=enabled.pop() if len(enabled) == 1 else "irregular")
 
 
-def _asks_for_a_short_status(cls: Any) -> bool:
-    """Tells whether the `disable_adapter` of a class is PEFT's, and reads no field of PEFT's own status but `enabled`."""
-    peft, method = sys.modules.get(_PEFT), getattr(cls, "disable_adapter", None)
-    within = getattr(method, "__wrapped__", None)
+def _asks_for_a_short_status(cls: Any, method: Any) -> bool:
+    """Tells whether a `disable_adapter` is PEFT's, and reads no field of the status of a model of a class, PEFT's own, but `enabled`."""
+    peft, within = sys.modules.get(_PEFT), getattr(method, "__wrapped__", None)
     if peft is None or getattr(method, "__globals__", {}).get("__name__") != "contextlib":
         return False
     wanted = [(within, "PeftModel.disable_adapter"), (getattr(cls, "get_model_status", None), "PeftModel.get_model_status")]
@@ -145,11 +147,34 @@ def _asks_for_a_short_status(cls: Any) -> bool:
     return fields.intersection(within.__code__.co_names) == {"enabled"}  # type: ignore[union-attr]  # is_transformers_own says so
 
 
-def disable_adapter(self) -> ContextManager:
-    """`disable_adapter` of PEFT."""
-    method = type(self).disable_adapter
-    short = _asks_for_a_short_status(type(self))
-    return contextlib.contextmanager(method.__wrapped__)(_WithShortStatus(self)) if short else method(self)
+def _peft_model() -> Any:
+    """PEFT's class of models, None where PEFT is not loaded."""
+    return getattr(sys.modules.get(_PEFT), "PeftModel", None)
+
+
+def answer_for_adapters() -> None:
+    """Puts a `disable_adapter` on PEFT's models that asks for no status but whether adapters are on. Without PEFT, and over a method of its
+    user's, nothing changes."""
+    cls = _peft_model()
+    original: Any = getattr(cls, "disable_adapter", None)
+    if hasattr(original, BENEATH) or not _asks_for_a_short_status(cls, original):
+        return
+
+    @functools.wraps(original)
+    def disable_adapter(self) -> ContextManager:
+        short = _asks_for_a_short_status(type(self), original)
+        return contextlib.contextmanager(original.__wrapped__)(_WithShortStatus(self, original)) if short else original(self)
+
+    setattr(disable_adapter, BENEATH, original)
+    cls.disable_adapter = disable_adapter
+
+
+def take_back_from_adapters() -> None:
+    """Undoes `answer_for_adapters`."""
+    cls = _peft_model()
+    method = getattr(cls, "disable_adapter", None)
+    if hasattr(method, BENEATH):
+        cls.disable_adapter = getattr(method, BENEATH)
 
 
 def _of_class(cls: type, method: Callable) -> Callable:
@@ -183,7 +208,7 @@ def take_back_from_class(cls: type) -> None:
             delattr(cls, method.__name__)
 
 
-METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules, disable_adapter)
+METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules)
 
 
 def _can_answer(model: Any, method: Callable) -> bool:
@@ -195,8 +220,6 @@ def _can_answer(model: Any, method: Callable) -> bool:
         return _is_found_as_torch_does(model)
     if method is modules:
         return cls.modules is _MODULES
-    if method is disable_adapter:
-        return _asks_for_a_short_status(cls)
     own = _beneath(cls, name)
     if not is_defined_by(cls.__mro__, own, name):
         return False
@@ -212,6 +235,7 @@ def answer(model: nn.Module) -> None:
     for each in (model, decoder_of(model)):
         if each is not None:
             keep_tree(each)
+    answer_for_adapters()
 
 
 def take_back(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from ..attention.attention_choice import (
     watch_attention,
 )
 from ..capture import capture as graphs
-from ..capture.asked_each_pass import answer_for_class, take_back_from_class
+from ..capture.asked_each_pass import answer_for_adapters, answer_for_class, take_back_from_adapters, take_back_from_class
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets, hub_names_of
@@ -186,6 +186,7 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
         _patch_family(targets, on, modules)
         for cls in present(*(ownership.class_for(targets, loss) for loss in targets.losses)):
             (answer_for_class if any(on.values()) else take_back_from_class)(cls)
+    answer_for_adapters()
     trl.switch(told.log_probs, options)
 
 
@@ -293,6 +294,7 @@ def _bind_hidden(owner, replacement, modules):
 def reset(families: Families):
     """Puts back what a package replaced; see `reset` of a package."""
     trl.take_back()
+    take_back_from_adapters()
     offload_of.take_back()
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported and not bound_modules():

@@ -29,6 +29,7 @@ from ...ops.linear_divergence import linear_divergence
 from ...ops.linear_log_probs import linear_log_probs
 from ...ops.log_probs import OUTPUTS
 from ...runtime.device import PLAIN, is_transformed
+from ..capture.asked_each_pass import answer_for_adapters
 from ..family.options import entries_of
 from ..parts.explanation import Reason, warn_once
 from ..parts.fingerprint import fingerprint_of
@@ -106,6 +107,7 @@ def _divergence(original) -> Callable:
 def _fused_head(original) -> Callable:
     def add_fused_lm_head(model, *args, **options):
         original(model, *args, **options)
+        answer_for_adapters()
         bound = vars(model)["forward"]  # which `ownership.runs_ours` finds here
 
         @functools.wraps(bound.__func__)
