@@ -1,8 +1,11 @@
 """What Trainer asks a model in each pass after `apply()` is what transformers says, without a walk over all modules, whatever a user has
 changed."""
 
+import functools
 import itertools
+import pickle
 import sys
+from unittest import mock
 
 import peft
 import pytest
@@ -40,6 +43,65 @@ class Stubborn(nn.Linear):
         return self
 
 
+class Frozen(nn.Sequential):
+    """Stays in evaluation, as a frozen tower."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Noting(nn.Module):
+    """Notes the calls of `train` that come to it."""
+
+    def train(self, mode=True):
+        self.noted = [*getattr(self, "noted", ()), mode]
+        return super().train(mode)
+
+
+class Mixed(Qwen3ForCausalLM, Noting):
+    pass
+
+
+class Beside(nn.Sequential):
+    """Shows a module that stands elsewhere as its child."""
+
+    def children(self):
+        return (*super().children(), *self.elsewhere)
+
+
+class Strict(nn.Linear):
+    """Counts how often it is told its mode."""
+
+    def __setattr__(self, name, value):
+        if name == "training":
+            vars(self)["told"] = vars(self).get("told", 0) + 1
+        super().__setattr__(name, value)
+
+
+class Hiding(nn.Sequential):
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield prefix, self
+
+
+def beside(model):
+    """Its mode is set by what shows it."""
+    model.model.more = Beside(nn.Linear(2, 2))
+    model.model.more.elsewhere = (nn.Dropout(0.1).eval(),)
+
+
+def before(model, name, held):
+    """Puts a module before all others of a model."""
+    others = dict(model._modules)
+    model._modules.clear()
+    model._modules.update({name: held, **others})
+
+
+def tied_before(model):
+    linear = nn.Linear(*reversed(model.model.embed_tokens.weight.shape), bias=False)
+    linear.weight = model.model.embed_tokens.weight
+    before(model, "tied", linear)
+
+
 def of_class(model, cls):
     model.__class__ = cls
     return model
@@ -52,6 +114,14 @@ CHANGES = {
     "tied": lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
     "another embedding": lambda model: setattr(model.model, "more", nn.Embedding(5, 7)),
     "scripted": lambda model: setattr(model.model, "more", torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))),
+    "traced": lambda model: setattr(model.model, "more", torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2))),
+    "frozen tower": lambda model: setattr(model.model, "more", Frozen(nn.Linear(2, 2), nn.Dropout(0.5))),
+    "mixin": lambda model: of_class(model, Mixed),
+    "beside": beside,
+    "strict": lambda model: setattr(model.model, "more", Strict(2, 2)),
+    "embedding of the model's own": lambda model: setattr(model, "first", model.model.embed_tokens.weight),
+    "tied before": tied_before,
+    "hidden embedding": lambda model: setattr(model.model, "more", Hiding(nn.Embedding(3, 7))),
     "named otherwise": lambda model: of_class(model, Filtered),
     "told": lambda model: of_class(model, Told),
     "stubborn": lambda model: setattr(model.model.layers[0], "more", Stubborn(2, 2)),
@@ -60,20 +130,27 @@ CHANGES = {
 }
 
 
+MODES = True, True, False, False, True
+
+
+def seen(model):
+    """The modes of what is in a model, and what was told to whom."""
+    each = [*model.modules(), *getattr(getattr(model.model, "more", None), "elsewhere", ())]
+    return [(module.training, vars(module).get("told"), vars(module).get("noted")) for module in each]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_is_what_transformers_says(qwen3, change):
     plain, model = tiny_model(), tiny_model()
     for each in (plain, model):
         CHANGES[change](each)
     numbers = [plain.num_parameters(*arguments) for arguments in ARGUMENTS]
-    modes = {mode: [module.training for module in plain.train(mode).modules()] for mode in (True, True, False, False, True)}
+    modes = [seen(plain.train(mode)) for mode in MODES]
     qwen3.apply()
     assert all(name in vars(Qwen3ForCausalLM) for name in NAMES)
     assert [model.num_parameters(*arguments) for arguments in ARGUMENTS] == numbers
-    for mode in (True, True, False, False, True):
-        assert model.train(mode) is model
-        assert [module.training for module in model.modules()] == modes[mode]
-    assert getattr(model, "told", None) == getattr(plain, "told", None)
+    for mode, expected in zip(MODES, modes):
+        assert model.train(mode) is model and seen(model) == expected
     qwen3.reset()
     assert not any(name in vars(Qwen3ForCausalLM) for name in NAMES)
 
@@ -125,6 +202,55 @@ def test_a_users_method_is_called(qwen3, monkeypatch, name, owner, first):
             calls.clear()
             getattr(model, name)()
             assert calls == expected
+
+
+@pytest.mark.parametrize("made", ("wrapper", "mock"))
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_made_of_our_method_is_its_users(qwen3, monkeypatch, name, made):
+    """`functools.wraps` copies what ours says of itself, and a mock says anything."""
+    model, calls = tiny_model().train(), []
+    qwen3.apply()
+    ours = getattr(Qwen3ForCausalLM, name)
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        calls.append(name)
+        return ours(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen3ForCausalLM, name, theirs if made == "wrapper" else mock.Mock(side_effect=lambda *args: calls.append(name)))
+        for action in (lambda: None, qwen3.reset, qwen3.apply, qwen3.reset):
+            action()
+            calls.clear()
+            getattr(model, name)()
+            assert calls == [name]
+    qwen3.apply()
+    qwen3.reset()
+    assert name not in vars(Qwen3ForCausalLM)
+
+
+def test_what_is_put_back_after_reset_answers_nothing(qwen3, monkeypatch):
+    with monkeypatch.context() as patch:
+        qwen3.apply()
+        patch.setattr(Qwen3ForCausalLM, "num_parameters", lambda self: 1)
+        qwen3.reset()
+    model = tiny_model()
+    assert "num_parameters" in vars(Qwen3ForCausalLM)
+    assert functions_called(lambda: model.num_parameters(exclude_embeddings=True)) & {"named_modules"}
+    qwen3.apply()
+    qwen3.reset()
+    assert "num_parameters" not in vars(Qwen3ForCausalLM)
+
+
+def test_a_method_of_the_class_for_another_object(qwen3):
+    class Duck(nn.Linear):
+        num_parameters = None
+
+    duck = Duck(2, 3)
+    qwen3.apply()
+    Duck.num_parameters = Qwen3ForCausalLM.num_parameters
+    assert duck.num_parameters() == 9
+    assert pickle.loads(pickle.dumps(Qwen3ForCausalLM.train)) is Qwen3ForCausalLM.train
 
 
 def test_weights_of_four_bits_count_twice(qwen3):

@@ -47,6 +47,13 @@ def another_dictionary(module, name, **held):
     setattr(module, name, {**getattr(module, name), **held})
 
 
+def renamed(module, **names):
+    """Gives what a module holds other names, in the same order."""
+    held = [(names.get(name, name), each) for name, each in module._modules.items()]
+    module._modules.clear()
+    module._modules.update(held)
+
+
 def doubled(function):
     def twice(*args, **kwargs):
         found = function(*args, **kwargs)
@@ -74,6 +81,7 @@ CHANGES = {
     "another dictionary of modules": lambda model: another_dictionary(
         model.model.layers[1].mlp, "_modules", up_proj=copy.deepcopy(model.model.layers[0].mlp.up_proj)
     ),
+    "names that are exchanged": lambda model: renamed(model.model.layers[0].mlp, gate_proj="up_proj", up_proj="gate_proj"),
     "a loaded state": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True),
 }
 
@@ -148,6 +156,26 @@ def test_lora(package, tiny_model):
             parameter.requires_grad_(True)
     for seed in range(3):
         assert_equal(gradients(model, seed), gradients(plain, seed))
+
+
+def attributes_of_a_container(container):
+    container.top_k = 1
+
+
+@pytest.mark.parametrize("change", (
+    lambda adapter: renamed(adapter.lora_A, default="parked"),
+    lambda adapter: renamed(adapter.lora_dropout, default="parked"),
+    lambda adapter: attributes_of_a_container(adapter.lora_A),
+    lambda adapter: setattr(adapter.lora_B, "forward", len),
+), ids=("an adapter by another name", "its dropout", "an attribute", "a forward"))
+def test_a_container_that_changes_is_noticed(package, tiny_model, change):
+    """PEFT looks for each adapter by its name, and what nobody calls may still be read."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules="all-linear")).train()
+    watch = importlib.import_module(f"{package.__name__}.shared.hf.parts.watch").Watch(model.get_base_model().model.layers[:1])
+    assert watch.same()
+    change(model.get_base_model().model.layers[0].mlp.up_proj)
+    assert not watch.same()
 
 
 @pytest.mark.parametrize("change", (

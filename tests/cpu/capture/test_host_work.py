@@ -83,7 +83,8 @@ def walks(package, monkeypatch):
 def test_no_walk_over_modules(package, tiny_model, walks, idle, monkeypatch):
     # Torch's own functions are told from a user's by what they were when the package was loaded.
     asked = module_of(package, "capture.asked_each_pass")
-    monkeypatch.setattr(asked, "_OF_TORCH", tuple(getattr(nn.Module, name) for name in asked._WALKS))
+    for known, names in (("_OF_TORCH", asked._WALKS), ("_MODES", asked._OF_MODES)):
+        monkeypatch.setattr(asked, known, tuple(getattr(nn.Module, name) for name in names))
     model = recorded(package, tiny_model)
     idle()
     step(model, 1)

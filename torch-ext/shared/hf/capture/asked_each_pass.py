@@ -19,36 +19,52 @@ import operator
 import sys
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Iterable, Iterator, Optional, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Optional, Set, Tuple
 
 import torch
 from torch import nn
 
 from ..parts.binding import BoundMethod
 from ..parts.modules import SAVED, decoder_of, is_defined_by, is_transformers_own, torchs_own
-from ..parts.tree import TREE, keep_tree, tree_of, walk
+from ..parts.tree import TREE, keep_tree, parameters_of, tree_of, walk
 
 __all__ = ["answer", "answer_for_adapters", "answer_for_class", "take_back", "take_back_from_adapters", "take_back_from_class"]
 
-_TRAIN, _NEEDS_GRAD = torchs_own("train"), operator.attrgetter("requires_grad")
+_TRAIN, _NEEDS_GRAD, _NUMEL = torchs_own("train"), operator.attrgetter("requires_grad"), operator.methodcaller("numel")
 _OF_TRANSFORMERS = {"training", "super", "train", "use_kernels", "set_use_kernels"}  # does nothing in the same mode
 _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")  # of torch, by which it finds the parameters
 _MODULES = torchs_own("modules")
 _PEFT, _ADAPTED = "peft.peft_model", ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "TrainableTokensWrapper")  # PEFT skips the last
 _OF_TORCH = tuple(map(torchs_own, _WALKS))
-BENEATH = SAVED + "beneath"  # on what stands on a class: the method that it stands for
+_PRETRAINED = "transformers.modeling_utils", "PreTrainedModel.train"
+_OF_MODES = ("children", "named_children", "__setattr__")  # by which torch's `train` finds modules and tells them their mode
+_MODES = tuple(map(torchs_own, _OF_MODES))
+OURS, BENEATH = SAVED + "asked", SAVED + "beneath"  # on what stands on a class: itself, and the method that it stands for
+OWNERS = SAVED + "owners"  # on PEFT's method: the packages that want it
+_in_force: Set[type] = set()  # the classes on which they stand; a user may put one back after `take_back_from_class`
 
 
 def _beneath(cls: Any, name: str) -> Any:
     """The method of a class, or what it has beneath ours; None if it has none."""
     method = getattr(cls, name, None)
-    return getattr(method, BENEATH, method)
+    return _original(method) or method
+
+
+def _original(method: Any) -> Any:
+    """What a method of ours stands on a class for; None for any other, also for one that was made of ours."""
+    return getattr(method, BENEATH) if method is not None and getattr(method, OURS, None) is method else None
 
 
 def _changes_the_mode_alone(cls: Any) -> bool:
     """Tells whether the `train` of a class does nothing where all modules are in the mode already."""
-    method = _beneath(cls, "train")
-    return method is _TRAIN or is_defined_by(cls.__mro__, method, "train") and {*method.__code__.co_names} <= _OF_TRANSFORMERS
+    own = [vars(each)["train"] for each in cls.__mro__ if "train" in vars(each)]
+    if any(getattr(cls, name) is not function for name, function in zip(_OF_MODES, _MODES)):
+        return False
+    return all(method is _TRAIN or _original(method) or _is_of_transformers(method) for method in own)
+
+
+def _is_of_transformers(train: Any) -> bool:
+    return is_transformers_own(train, *_PRETRAINED) and {*train.__code__.co_names} <= _OF_TRANSFORMERS
 
 
 def _is_ours(method: Any) -> bool:
@@ -79,23 +95,20 @@ def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
     if recurse is not True or not _is_found_as_torch_does(self, "parameters"):
         yield from type(self).parameters(self, recurse)
         return
-    yield from tree_of(self).parameters(self)
+    yield from parameters_of(self).every
 
 
 def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False, *, beneath: Optional[Callable] = None) -> int:
     """`num_parameters` of transformers. beneath: as of `train`; asked for weights of four bits, which count twice."""
-    if beneath is not None and (getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters")):
-        return beneath(only_trainable, exclude_embeddings)
-    tree = tree_of(self)
-    found = _numel(tree.parameters(self), only_trainable)
-    if exclude_embeddings:
-        weights = [module._parameters.get("weight") for module in tree.embeddings]
-        found -= _numel({weight for weight in weights if weight is not None}, only_trainable)
-    return found
+    if getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters"):
+        asked = (only_trainable, exclude_embeddings)
+        return type(self).num_parameters(self, *asked) if beneath is None else beneath(*asked)
+    every, of_embeddings = parameters_of(self)
+    return _numel(every, only_trainable) - (_numel(of_embeddings, only_trainable) if exclude_embeddings else 0)
 
 
 def _numel(parameters: Iterable[nn.Parameter], only_trainable: bool) -> int:
-    return sum(map(torch.Tensor.numel, filter(_NEEDS_GRAD, parameters) if only_trainable else parameters))
+    return sum(map(_NUMEL, filter(_NEEDS_GRAD, parameters) if only_trainable else parameters))
 
 
 @functools.wraps(nn.Module.modules)
@@ -157,24 +170,31 @@ def answer_for_adapters() -> None:
     user's, nothing changes."""
     cls = _peft_model()
     original: Any = getattr(cls, "disable_adapter", None)
-    if hasattr(original, BENEATH) or not _asks_for_a_short_status(cls, original):
+    if _original(original) is not None:
+        getattr(original, OWNERS).add(__name__)
+        return
+    if not _asks_for_a_short_status(cls, original):
         return
 
     @functools.wraps(original)
     def disable_adapter(self) -> ContextManager:
-        short = _asks_for_a_short_status(type(self), original)
+        short = __name__ in owners and _asks_for_a_short_status(type(self), original)
         return contextlib.contextmanager(original.__wrapped__)(_WithShortStatus(self, original)) if short else original(self)
 
-    setattr(disable_adapter, BENEATH, original)
+    owners = {__name__}
+    vars(disable_adapter).update({OURS: disable_adapter, BENEATH: original, OWNERS: owners})
     cls.disable_adapter = disable_adapter
 
 
 def take_back_from_adapters() -> None:
-    """Undoes `answer_for_adapters`."""
+    """Undoes `answer_for_adapters`, where no other package wants it."""
     cls = _peft_model()
     method = getattr(cls, "disable_adapter", None)
-    if hasattr(method, BENEATH):
-        cls.disable_adapter = getattr(method, BENEATH)
+    if _original(method) is not None:
+        owners = getattr(method, OWNERS)
+        owners.discard(__name__)
+        if not owners:
+            cls.disable_adapter = getattr(method, BENEATH)
 
 
 def _of_class(cls: type, method: Callable) -> Callable:
@@ -184,17 +204,21 @@ def _of_class(cls: type, method: Callable) -> Callable:
 
     @functools.wraps(original)
     def asked(self, *args, **kwargs):
+        if not isinstance(self, cls):
+            return original(self, *args, **kwargs)
         beneath = getattr(super(cls, self), name)
-        if torch.compiler.is_compiling() or getattr(beneath, "__func__", None) is not original:
+        if cls not in _in_force or torch.compiler.is_compiling() or getattr(beneath, "__func__", None) is not original:
             return beneath(*args, **kwargs)
         return method(self, *args, **kwargs, beneath=beneath)
 
-    setattr(asked, BENEATH, original)
+    asked.__module__, asked.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
+    vars(asked).update({OURS: asked, BENEATH: original})
     return asked
 
 
 def answer_for_class(cls: type) -> None:
     """Puts on a class of transformers what Trainer asks a model in each pass, unless it has a method of its own, or its user's."""
+    _in_force.add(cls)
     for method in (train, num_parameters):
         name = method.__name__
         if name not in vars(cls) and is_defined_by(cls.__mro__, getattr(cls, name, None), name):
@@ -203,8 +227,9 @@ def answer_for_class(cls: type) -> None:
 
 def take_back_from_class(cls: type) -> None:
     """Undoes `answer_for_class`."""
+    _in_force.discard(cls)
     for method in (train, num_parameters):
-        if hasattr(vars(cls).get(method.__name__), BENEATH):
+        if _original(vars(cls).get(method.__name__)) is not None:
             delattr(cls, method.__name__)
 
 
@@ -220,11 +245,7 @@ def _can_answer(model: Any, method: Callable) -> bool:
         return _is_found_as_torch_does(model)
     if method is modules:
         return cls.modules is _MODULES
-    own = _beneath(cls, name)
-    if not is_defined_by(cls.__mro__, own, name):
-        return False
-    # weights of four bits count twice
-    return method is train or own(model, exclude_embeddings=True) == num_parameters(model, exclude_embeddings=True)
+    return is_defined_by(cls.__mro__, _beneath(cls, name), name)
 
 
 def answer(model: nn.Module) -> None:

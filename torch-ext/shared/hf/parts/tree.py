@@ -3,16 +3,16 @@
 
 import itertools
 import operator
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
 from .modules import SAVED, VALUES, modules_of, torchs_own
 
-__all__ = ["CONTAINERS", "HOOKS", "TREE", "Contents", "NotCopied", "Tree", "keep_tree", "tree_of", "walk"]
+__all__ = ["CONTAINERS", "HOOKS", "TREE", "Contents", "NotCopied", "Tree", "keep_tree", "parameters_of", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
-_PARAMETERS = operator.attrgetter("_parameters")
+KEYS = operator.methodcaller("keys")
 CONTAINERS = frozenset((nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList))  # never called, so their hooks never run
 # Read anew each time: some remove hooks by giving a module new dictionaries.
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -35,19 +35,29 @@ class Contents:
     in C, and touches as little memory as it can, for which it mostly waits."""
 
     def __init__(self, name: str, states: Sequence[dict]):
-        """states: the attributes of each module."""
-        self._of, self._owners = operator.itemgetter(name), [state[name] for state in states]
-        self._empty = [owner for owner in self._owners if not owner]
-        self._filled = list(filter(None, self._owners))
+        """states: the attributes of each module. Where one has none by that name, as a traced module, any answer is that it has changed."""
+        owners = [state.get(name) for state in states]
+        self._of, self._owners = operator.itemgetter(name), None if any(owner is None for owner in owners) else owners
+        self._empty = [owner for owner in owners if not owner]
+        self._filled = list(filter(None, owners))
         self._sizes = list(map(len, self._filled))
+        self._keys = list(_each(map(KEYS, self._filled)))
         self.values = list(_each(map(VALUES, self._filled)))
 
     def is_same(self, states: Sequence[dict]) -> bool:
-        if not all(map(operator.is_, map(self._of, states), self._owners)):
+        if self._owners is None or not all(map(operator.is_, map(self._of, states), self._owners)):
             return False
-        if any(self._empty) or list(map(len, self._filled)) != self._sizes:
+        if any(self._empty) or list(map(len, self._filled)) != self._sizes or list(_each(map(KEYS, self._filled))) != self._keys:
             return False
         return all(map(operator.is_, _each(map(VALUES, self._filled)), self.values))
+
+
+class Parameters(NamedTuple):
+    """Holds the parameters of a module in PyTorch's order, and those of them that are the weight of an embedding below it, by the first
+    module that has them."""
+
+    every: List[nn.Parameter]
+    of_embeddings: List[nn.Parameter]
 
 
 class Tree(NotCopied):
@@ -64,8 +74,7 @@ class Tree(NotCopied):
         self._called: Optional[List[dict]] = None
         self._found: Optional[Contents] = None  # modules
         self._held: Optional[Contents] = None  # parameters, in no order
-        self._parameters: List[nn.Parameter] = []
-        self.embeddings: List[nn.Module] = []
+        self._parameters = Parameters([], [])
 
     def is_of(self, root: nn.Module, without: Tuple[nn.Module, ...]) -> bool:
         """Tells whether another walk would find the same modules."""
@@ -87,13 +96,11 @@ class Tree(NotCopied):
         """The dictionaries of the hooks of each module that may be called."""
         return _each(map(HOOKS, self.called))
 
-    def parameters(self, root: nn.Module) -> List[nn.Parameter]:
-        """The parameters of the module on which it stands, in PyTorch's order."""
+    def parameters(self, root: nn.Module) -> Parameters:
+        """The parameters of the module on which it stands."""
         states = [vars(root), *self.states]
         if self._held is None or not self._held.is_same(states):
-            self._held, values = Contents("_parameters", states), _each(map(VALUES, filter(None, map(_PARAMETERS, walk(root)))))
-            self._parameters = list({id(each): each for each in values if each is not None}.values())
-            self.embeddings = [module for module in self.modules if isinstance(module, nn.Embedding)]
+            self._held, self._parameters = Contents("_parameters", states), _parameters_of(root)
         return self._parameters
 
 
@@ -116,6 +123,23 @@ def walk(root: nn.Module) -> Iterator[nn.Module]:
                 break
         else:
             left.pop()
+
+
+def _parameters_of(root: nn.Module) -> Parameters:
+    found: Dict[int, nn.Parameter] = {}
+    of_embeddings = []
+    for module in walk(root):
+        for name, parameter in module._parameters.items() if module._parameters else ():
+            if parameter is not None and id(parameter) not in found:
+                found[id(parameter)] = parameter
+                if name == "weight" and isinstance(module, nn.Embedding) and module is not root:
+                    of_embeddings.append(parameter)
+    return Parameters(list(found.values()), of_embeddings)
+
+
+def parameters_of(root: nn.Module) -> Parameters:
+    """The parameters of a module as they are now."""
+    return tree_of(root).parameters(root) if TREE in vars(root) else _parameters_of(root)
 
 
 def keep_tree(root: nn.Module) -> None:

@@ -19,7 +19,6 @@ SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 _FORWARD = operator.attrgetter("forward")
 HELD = ("_modules", "_parameters", "_buffers")  # the names by which a module holds others, and tensors
-MODULES_ALONE = (nn.ModuleDict, nn.ModuleList)  # of which nothing counts but the modules that they hold
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
 
 
@@ -48,12 +47,11 @@ class Watch:
         self.states = list(map(vars, parts))
         self.held = [Contents(name, self.states) for name in HELD]
         self.called = [state for part, state in zip(parts, self.states) if type(part) not in CONTAINERS]
-        self.sized = [state for part, state in zip(parts, self.states) if type(part) not in MODULES_ALONE]
         self.tensors = [value for held in self.held for value in held.values if isinstance(value, torch.Tensor)]
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
-        for state in self.sized:
+        for state in self.states:
             if hasattr(state.get("config"), "_attn_implementation"):
                 configs[id(state["config"])] = state["config"]
             for key, value in state.items():
@@ -80,7 +78,7 @@ class Watch:
 
     def _structure(self) -> list:
         """How many attributes each module has, and its class; one call, as each counts in each pass."""
-        return [*map(len, self.sized), *map(type, map(weakref.ref.__call__, self.parts))]
+        return [*map(len, self.states), *map(type, map(weakref.ref.__call__, self.parts))]
 
     def _facts(self) -> list:
         """Says where the tensors lie, whether they need a gradient, and which functions compute."""
