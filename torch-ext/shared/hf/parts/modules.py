@@ -22,8 +22,8 @@ from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, repl
 
 __all__ = [
     "ACTIVATIONS", "ACTIVATION_CLASSES", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "FSDP2", "MODULE_CALL", "OFF",
-    "VALUES", "Layer", "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of",
-    "for_class", "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
+    "Layer", "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
+    "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",
     "torchs_own", "why_not_own", "without_decorators", "without_fsdp2",
 ]  # fmt: skip
@@ -35,7 +35,7 @@ DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second aro
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 _MODULES = operator.attrgetter("_modules")
-VALUES = operator.methodcaller("values")  # of a dictionary, or of what a scripted module has instead
+_VALUES = operator.methodcaller("values")  # of a dictionary, or of what a scripted module has instead
 MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
 ACTIVATIONS = "transformers.activations"
 ACTIVATION_CLASSES = {  # of that module, but for SiLU: what each computes, as of `decoder.spec.Outputs`
@@ -173,7 +173,7 @@ def modules_of(root: nn.Module, *but: nn.Module) -> List[nn.Module]:
         level = [module for module in dict.fromkeys(level) if module not in seen]
         found += level
         seen.update(level)
-        level = list(itertools.chain.from_iterable(map(VALUES, filter(None, map(_MODULES, level)))))
+        level = list(itertools.chain.from_iterable(map(_VALUES, filter(None, map(_MODULES, level)))))
     return found
 
 

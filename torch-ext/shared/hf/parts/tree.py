@@ -7,12 +7,11 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 
 from torch import nn
 
-from .modules import SAVED, VALUES, modules_of, torchs_own
+from .modules import SAVED, modules_of, torchs_own
 
 __all__ = ["CONTAINERS", "HOOKS", "TREE", "Contents", "NotCopied", "Tree", "keep_tree", "parameters_of", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
-KEYS = operator.methodcaller("keys")
 CONTAINERS = frozenset((nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList))  # never called, so their hooks never run
 # Read anew each time: some remove hooks by giving a module new dictionaries.
 HOOKS = operator.itemgetter("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -35,21 +34,23 @@ class Contents:
     in C, and touches as little memory as it can, for which it mostly waits."""
 
     def __init__(self, name: str, states: Sequence[dict]):
-        """states: the attributes of each module. Where one has none by that name, as a traced module, any answer is that it has changed."""
+        """states: the attributes of each module. Where one has no dictionary by that name, as a scripted or traced module, the answer is
+        always that it has changed."""
         owners = [state.get(name) for state in states]
-        self._of, self._owners = operator.itemgetter(name), None if any(owner is None for owner in owners) else owners
+        known = all(isinstance(owner, dict) for owner in owners)
+        self._of, self._owners = operator.itemgetter(name), owners if known else None
         self._empty = [owner for owner in owners if not owner]
-        self._filled = list(filter(None, owners))
+        self._filled: List[dict] = list(filter(None, owners)) if known else []
         self._sizes = list(map(len, self._filled))
-        self._keys = list(_each(map(KEYS, self._filled)))
-        self.values = list(_each(map(VALUES, self._filled)))
+        self._keys = list(_each(self._filled))
+        self.values = list(_each(map(dict.values, self._filled)))
 
     def is_same(self, states: Sequence[dict]) -> bool:
         if self._owners is None or not all(map(operator.is_, map(self._of, states), self._owners)):
             return False
-        if any(self._empty) or list(map(len, self._filled)) != self._sizes or list(_each(map(KEYS, self._filled))) != self._keys:
+        if any(self._empty) or list(map(len, self._filled)) != self._sizes or list(_each(self._filled)) != self._keys:
             return False
-        return all(map(operator.is_, _each(map(VALUES, self._filled)), self.values))
+        return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
 
 
 class Parameters(NamedTuple):
