@@ -278,6 +278,28 @@ def test_adapters_of_a_peft_that_is_loaded_late(qwen3, monkeypatch):
     assert peft.PeftModel.disable_adapter is plain
 
 
+@pytest.mark.parametrize("first", (True, False), ids=("the first", "the second"))
+def test_adapters_of_two_packages(qwen3, decoders, first):
+    """Whichever is taken back last puts PEFT's method back; one that a user put away meanwhile answers nothing more."""
+    plain, packages = peft.PeftModel.disable_adapter, (qwen3, decoders) if first else (decoders, qwen3)
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def asks(method):
+        def call():
+            with method(model):
+                pass
+
+        return "get_layer_status" in functions_called(call)
+
+    for package in (qwen3, decoders):
+        package.apply()
+    ours = peft.PeftModel.disable_adapter
+    for package in packages:
+        assert peft.PeftModel.disable_adapter is ours is not plain and not asks(ours)
+        package.reset()
+    assert peft.PeftModel.disable_adapter is plain and asks(ours) and asks(plain)
+
+
 def test_inside_of_one_graph(qwen3):
     qwen3.apply()
     model = tiny_model()

@@ -178,7 +178,7 @@ def answer_for_adapters() -> None:
 
     @functools.wraps(original)
     def disable_adapter(self) -> ContextManager:
-        short = __name__ in owners and _asks_for_a_short_status(type(self), original)
+        short = bool(owners) and _asks_for_a_short_status(type(self), original)
         return contextlib.contextmanager(original.__wrapped__)(_WithShortStatus(self, original)) if short else original(self)
 
     owners = {__name__}
