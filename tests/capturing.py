@@ -3,6 +3,7 @@ results to where the first ones are."""
 
 import copy
 import importlib
+import sys
 
 import pytest
 import torch
@@ -145,3 +146,14 @@ def check_two_forward_passes(model, plain):
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
     assert replays_of(lambda: gradients(model)) == whole()
+
+
+def functions_called(call):
+    """The names of the functions that run during a call."""
+    found = set()
+    sys.setprofile(lambda frame, event, argument: found.add(frame.f_code.co_name))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+from tests.capturing import functions_called
 from tests.models import tiny_model
 
 ARGUMENTS = tuple(itertools.product((False, True), repeat=2))
@@ -89,6 +90,14 @@ def beside(model):
     model.model.more.elsewhere = (nn.Dropout(0.1).eval(),)
 
 
+def shown(model, by):
+    """One of a model's own methods shows another module alone."""
+    model.model.more = nn.Linear(2, 2)
+    model.model.more.elsewhere = (nn.Dropout(0.1).eval(),)
+    names = {"children": lambda: iter(model.model.more.elsewhere), "named_children": lambda: iter([("0", *model.model.more.elsewhere)])}
+    vars(model.model)[by] = names[by]
+
+
 def before(model, name, held):
     """Puts a module before all others of a model."""
     others = dict(model._modules)
@@ -118,6 +127,8 @@ CHANGES = {
     "frozen tower": lambda model: setattr(model.model, "more", Frozen(nn.Linear(2, 2), nn.Dropout(0.5))),
     "mixin": lambda model: of_class(model, Mixed),
     "beside": beside,
+    "own children": lambda model: shown(model, "children"),
+    "own named children": lambda model: shown(model, "named_children"),
     "strict": lambda model: setattr(model.model, "more", Strict(2, 2)),
     "embedding of the model's own": lambda model: setattr(model, "first", model.model.embed_tokens.weight),
     "tied before": tied_before,
@@ -153,17 +164,6 @@ def test_it_is_what_transformers_says(qwen3, change):
         assert model.train(mode) is model and seen(model) == expected
     qwen3.reset()
     assert not any(name in vars(Qwen3ForCausalLM) for name in NAMES)
-
-
-def functions_called(call):
-    """The names of the functions that run during a call."""
-    found = set()
-    sys.setprofile(lambda frame, event, argument: found.add(frame.f_code.co_name))
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def test_no_walk_of_torchs(qwen3):
@@ -293,11 +293,27 @@ def test_adapters_of_two_packages(qwen3, decoders, first):
 
     for package in (qwen3, decoders):
         package.apply()
-    ours = peft.PeftModel.disable_adapter
+    ours, within = peft.PeftModel.disable_adapter, []
+
+    @functools.wraps(ours)
+    def theirs(self):
+        within.append(1)
+        return ours(self)
+
     for package in packages:
         assert peft.PeftModel.disable_adapter is ours is not plain and not asks(ours)
         package.reset()
     assert peft.PeftModel.disable_adapter is plain and asks(ours) and asks(plain)
+    qwen3.apply()
+    ours = peft.PeftModel.disable_adapter
+    with mock.patch.object(peft.PeftModel, "disable_adapter", theirs):
+        assert not asks(theirs)
+        qwen3.reset()
+        assert asks(theirs) and within == [1, 1]
+    assert asks(peft.PeftModel.disable_adapter)
+    decoders.apply()
+    decoders.reset()
+    assert peft.PeftModel.disable_adapter is plain
 
 
 def test_inside_of_one_graph(qwen3):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capturing import one_family
+from tests.capturing import functions_called, one_family
 
 pytestmark = one_family
 NAMES = "train", "num_parameters", "parameters", "modules"
@@ -55,12 +55,10 @@ def test_the_number_of_parameters_is_transformers(adapted, change):
 def test_none_walks_over_all_modules(adapted):
     model, causal_lm = adapted
     expected, parameters = asked(causal_lm, (False, True)), list(model.parameters())
-    assert causal_lm.num_parameters(exclude_embeddings=True) == expected  # the one walk
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("named_modules", "children"):
-            patch.setattr(causal_lm.model, name, None)
-        assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
-        assert len(list(model.parameters())) == len(parameters)
+    assert model.num_parameters(exclude_embeddings=True) == expected and model.train() is model
+    assert len(list(model.parameters())) == len(parameters)
+    for call in (lambda: causal_lm.num_parameters(exclude_embeddings=True), causal_lm.train, lambda: list(causal_lm.parameters())):
+        assert not functions_called(call) & {"named_modules", "named_children", "walk"}
 
 
 @pytest.mark.parametrize("kind", ("modules", "parameters"))
@@ -221,3 +219,29 @@ def test_what_is_put_on_a_model_comes_off(package, tiny_model):
     assert set(NAMES) < set(vars(model)) and other.train is own
     package.reset()
     assert not set(NAMES) & set(vars(model)) and other.train is own
+
+
+@pytest.mark.parametrize("change", ("a method of the class", "a class", "no embedding any more", "what it shows", "a traced module"))
+def test_what_is_the_users_after_capture(adapted, monkeypatch, change):
+    _, causal_lm = adapted
+    found = causal_lm.num_parameters(exclude_embeddings=True)
+    if change == "a method of the class":
+        monkeypatch.setattr(type(causal_lm), "num_parameters", lambda self, *args, **kwargs: 5)
+    if change == "a class":
+        causal_lm.__class__ = type("Theirs", (type(causal_lm),), {"num_parameters": lambda self, *args, **kwargs: 5})
+    if change == "no embedding any more":
+        causal_lm.model.embed_tokens.__class__ = type("Table", (nn.Module,), {})
+    if change == "what it shows":
+        causal_lm.model.layers[0].named_modules = lambda *args, **kwargs: iter(())
+    if change == "a traced module":
+        causal_lm.model.more = torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2))
+        assert causal_lm.train() is causal_lm
+    expected = asked(causal_lm, (False, True))
+    assert causal_lm.num_parameters(exclude_embeddings=True) == expected != found
+    assert len(list(causal_lm.parameters())) == len(list(nn.Module.parameters(causal_lm)))
+
+
+def test_capture_of_a_model_with_a_traced_module(package, tiny_model):
+    model = package.kernelize(tiny_model()).train()
+    model.model.more = torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2))
+    assert package.capture(model, 2, 9) is model

@@ -158,23 +158,32 @@ def test_lora(package, tiny_model):
         assert_equal(gradients(model, seed), gradients(plain, seed))
 
 
-def attributes_of_a_container(container):
-    container.top_k = 1
+def in_place_of(module, gone, **new):
+    """Gives a module as many attributes as it had before."""
+    delattr(module, gone)
+    vars(module).update(new)
 
 
 @pytest.mark.parametrize("change", (
     lambda adapter: renamed(adapter.lora_A, default="parked"),
     lambda adapter: renamed(adapter.lora_dropout, default="parked"),
-    lambda adapter: attributes_of_a_container(adapter.lora_A),
+    lambda adapter: setattr(adapter.lora_A, "top_k", 1),
     lambda adapter: setattr(adapter.lora_B, "forward", len),
-), ids=("an adapter by another name", "its dropout", "an attribute", "a forward"))
+    lambda adapter: in_place_of(adapter.base_layer, "more", forward=len),
+    lambda adapter: in_place_of(adapter.base_layer, "_is_full_backward_hook", forward=len),
+    lambda adapter: adapter.box.register_forward_hook(print),
+), ids=("an adapter by another name", "its dropout", "an attribute", "a forward", "for another", "for one of torch's", "a hook"))
 def test_a_container_that_changes_is_noticed(package, tiny_model, change):
     """PEFT looks for each adapter by its name, and what nobody calls may still be read."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(package.kernelize(tiny_model()), peft.LoraConfig(r=2, target_modules="all-linear")).train()
-    watch = importlib.import_module(f"{package.__name__}.shared.hf.parts.watch").Watch(model.get_base_model().model.layers[:1])
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.up_proj.base_layer.more = None
+    layer.mlp.up_proj.box = torch.nn.ModuleList([torch.nn.Identity()])
+    layer.mlp.up_proj.box.forward = len  # so that it may be called
+    watch = importlib.import_module(f"{package.__name__}.shared.hf.parts.watch").Watch([layer])
     assert watch.same()
-    change(model.get_base_model().model.layers[0].mlp.up_proj)
+    change(layer.mlp.up_proj)
     assert not watch.same()
 
 

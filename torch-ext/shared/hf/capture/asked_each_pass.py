@@ -19,7 +19,7 @@ import operator
 import sys
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Iterable, Iterator, Optional, Set, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ _OF_MODES = ("children", "named_children", "__setattr__")  # by which torch's `t
 _MODES = tuple(map(torchs_own, _OF_MODES))
 OURS, BENEATH = SAVED + "asked", SAVED + "beneath"  # on what stands on a class: itself, and the method that it stands for
 OWNERS = SAVED + "owners"  # on PEFT's method: the packages that want it
+_joined: List[Set[str]] = []  # the `OWNERS` that this package is in
 _in_force: Set[type] = set()  # the classes on which they stand; a user may put one back after `take_back_from_class`
 
 
@@ -78,7 +79,9 @@ def train(self, mode: bool = True, *, beneath: Optional[Callable] = None):
         tree = tree_of(self)
         if all(map(operator.is_, map(dict.get, tree.states, repeat("training")), repeat(mode))):
             own = filter(None, map(dict.get, tree.states, repeat("train")))
-            if all(map(_changes_the_mode_alone, {type(self), *map(type, tree.modules)})) and all(map(_is_ours, own)):
+            states = vars(self), *tree.states
+            finds = any(map(dict.__contains__, states, repeat("children"))) or any(map(dict.__contains__, states, repeat("named_children")))
+            if not finds and all(map(_changes_the_mode_alone, {type(self), *map(type, tree.modules)})) and all(map(_is_ours, own)):
                 return self
     return type(self).train(self, mode) if beneath is None else beneath(mode)
 
@@ -100,9 +103,11 @@ def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
 
 def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False, *, beneath: Optional[Callable] = None) -> int:
     """`num_parameters` of transformers. beneath: as of `train`; asked for weights of four bits, which count twice."""
-    if getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters"):
+    cls = type(self)
+    others = beneath is None and not is_defined_by(cls.__mro__, _beneath(cls, "num_parameters"), "num_parameters")
+    if others or getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters"):
         asked = (only_trainable, exclude_embeddings)
-        return type(self).num_parameters(self, *asked) if beneath is None else beneath(*asked)
+        return cls.num_parameters(self, *asked) if beneath is None else beneath(*asked)
     every, of_embeddings = parameters_of(self)
     return _numel(every, only_trainable) - (_numel(of_embeddings, only_trainable) if exclude_embeddings else 0)
 
@@ -171,7 +176,8 @@ def answer_for_adapters() -> None:
     cls = _peft_model()
     original: Any = getattr(cls, "disable_adapter", None)
     if _original(original) is not None:
-        getattr(original, OWNERS).add(__name__)
+        _joined.append(getattr(original, OWNERS))
+        _joined[-1].add(__name__)
         return
     if not _asks_for_a_short_status(cls, original):
         return
@@ -182,19 +188,20 @@ def answer_for_adapters() -> None:
         return contextlib.contextmanager(original.__wrapped__)(_WithShortStatus(self, original)) if short else original(self)
 
     owners = {__name__}
+    _joined.append(owners)
     vars(disable_adapter).update({OURS: disable_adapter, BENEATH: original, OWNERS: owners})
     cls.disable_adapter = disable_adapter
 
 
 def take_back_from_adapters() -> None:
     """Undoes `answer_for_adapters`, where no other package wants it."""
+    for owners in _joined:  # also of a method that its user put away
+        owners.discard(__name__)
+    _joined.clear()
     cls = _peft_model()
     method = getattr(cls, "disable_adapter", None)
-    if _original(method) is not None:
-        owners = getattr(method, OWNERS)
-        owners.discard(__name__)
-        if not owners:
-            cls.disable_adapter = getattr(method, BENEATH)
+    if _original(method) is not None and not getattr(method, OWNERS):
+        cls.disable_adapter = getattr(method, BENEATH)
 
 
 def _of_class(cls: type, method: Callable) -> Callable:
@@ -218,6 +225,7 @@ def _of_class(cls: type, method: Callable) -> Callable:
 
 def answer_for_class(cls: type) -> None:
     """Puts on a class of transformers what Trainer asks a model in each pass, unless it has a method of its own, or its user's."""
+    take_back_from_class(cls)  # what another package may have left
     _in_force.add(cls)
     for method in (train, num_parameters):
         name = method.__name__

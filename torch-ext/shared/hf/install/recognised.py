@@ -65,7 +65,8 @@ EMBEDDINGS = {"embed_tokens", "embed_in"}  # what decoders call theirs
 
 def decoders_in(model: nn.Module) -> List[Any]:
     """The modules of a model that are an embedding of tokens and layers."""
-    with_tokens = (module for module in model.modules() if not EMBEDDINGS.isdisjoint(module._modules))
+    known = (module for module in model.modules() if isinstance(module._modules, dict))  # a scripted module's is another thing
+    with_tokens = (module for module in known if not EMBEDDINGS.isdisjoint(module._modules))
     return [module for module in with_tokens if isinstance(module._modules.get("layers"), nn.ModuleList)]
 
 

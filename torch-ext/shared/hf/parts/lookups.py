@@ -142,7 +142,7 @@ def function_in(value, forward=None) -> Any:
 
 def original_forward_of(cls: Any) -> Any:
     """The `forward` that a class has without us and without gradient checkpointing."""
-    forward = getattr(cls, SAVED + "forward", None) or cls.forward
+    forward = getattr(cls, SAVED + "forward", None) or getattr(cls, "forward", None)  # a scripted module's class has none
     return inside(forward) if is_wrapped(forward) else forward
 
 

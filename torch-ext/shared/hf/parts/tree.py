@@ -9,7 +9,7 @@ from torch import nn
 
 from .modules import SAVED, modules_of, torchs_own
 
-__all__ = ["CONTAINERS", "HOOKS", "TREE", "Contents", "NotCopied", "Tree", "keep_tree", "parameters_of", "tree_of", "walk"]
+__all__ = ["HOOKS", "TREE", "Contents", "NotCopied", "Tree", "is_called", "keep_tree", "parameters_of", "tree_of", "walk"]
 
 TREE = SAVED + "tree"  # on a module: its `Tree`, where a walk over it in each pass would take too long
 CONTAINERS = frozenset((nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList))  # never called, so their hooks never run
@@ -30,15 +30,16 @@ class NotCopied:
 
 
 class Contents:
-    """Remembers the dictionaries that modules hold by a name, and their contents, and tells whether either has changed. The comparison runs
-    in C, and touches as little memory as it can, for which it mostly waits."""
+    """Remembers the dictionaries that modules hold by some names, and their contents, and tells whether any has changed. The comparison
+    runs in C, and touches as little memory as it can, for which it mostly waits."""
 
-    def __init__(self, name: str, states: Sequence[dict]):
-        """states: the attributes of each module. Where one has no dictionary by that name, as a scripted or traced module, the answer is
+    def __init__(self, names: Sequence[str], states: Sequence[dict]):
+        """states: the attributes of each module. Where one has no dictionary by a name, as a scripted or traced module, the answer is
         always that it has changed."""
-        owners = [state.get(name) for state in states]
+        self._of = list(map(operator.itemgetter, names))
+        owners = [state.get(name) for name in names for state in states]
         known = all(isinstance(owner, dict) for owner in owners)
-        self._of, self._owners = operator.itemgetter(name), owners if known else None
+        self._owners = owners if known else None
         self._empty = [owner for owner in owners if not owner]
         self._filled: List[dict] = list(filter(None, owners)) if known else []
         self._sizes = list(map(len, self._filled))
@@ -46,11 +47,16 @@ class Contents:
         self.values = list(_each(map(dict.values, self._filled)))
 
     def is_same(self, states: Sequence[dict]) -> bool:
-        if self._owners is None or not all(map(operator.is_, map(self._of, states), self._owners)):
+        if self._owners is None or not all(map(operator.is_, _each(map(map, self._of, itertools.repeat(states))), self._owners)):
             return False
         if any(self._empty) or list(map(len, self._filled)) != self._sizes or list(_each(self._filled)) != self._keys:
             return False
         return all(map(operator.is_, _each(map(dict.values, self._filled)), self.values))
+
+
+def is_called(module: nn.Module) -> bool:
+    """Tells whether a module's hooks may ever run."""
+    return type(module) not in CONTAINERS or "forward" in vars(module)
 
 
 class Parameters(NamedTuple):
@@ -75,6 +81,7 @@ class Tree(NotCopied):
         self._called: Optional[List[dict]] = None
         self._found: Optional[Contents] = None  # modules
         self._held: Optional[Contents] = None  # parameters, in no order
+        self._kinds: List[type] = []
         self._parameters = Parameters([], [])
 
     def is_of(self, root: nn.Module, without: Tuple[nn.Module, ...]) -> bool:
@@ -83,14 +90,14 @@ class Tree(NotCopied):
             return False
         states = [vars(root), *self.states]
         if self._found is None:
-            self._found = Contents("_modules", states)
+            self._found = Contents(("_modules",), states)
         return self._found.is_same(states)
 
     @property
     def called(self) -> List[dict]:
         """The attributes of each module that may be called."""
         if self._called is None:
-            self._called = [state for module, state in zip(self.modules, self.states) if type(module) not in CONTAINERS]
+            self._called = [state for module, state in zip(self.modules, self.states) if is_called(module)]
         return self._called
 
     def hooks(self) -> Iterable[dict]:
@@ -99,9 +106,11 @@ class Tree(NotCopied):
 
     def parameters(self, root: nn.Module) -> Parameters:
         """The parameters of the module on which it stands."""
-        states = [vars(root), *self.states]
-        if self._held is None or not self._held.is_same(states):
-            self._held, self._parameters = Contents("_parameters", states), _parameters_of(root)
+        states, kinds = [vars(root), *self.states], list(map(type, self.modules))
+        found_by_torch = not any(map(dict.__contains__, self.states, itertools.repeat("named_modules")))
+        if self._held is None or kinds != self._kinds or not found_by_torch or not self._held.is_same(states):
+            self._kinds = kinds
+            self._held, self._parameters = Contents(("_parameters",), states), _parameters_of(root)
         return self._parameters
 
 

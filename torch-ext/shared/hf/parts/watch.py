@@ -2,6 +2,7 @@
 functions that they call by name, and no hooks."""
 
 import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -11,13 +12,13 @@ import torch
 from torch import nn
 
 from .lookups import Lookups, original_forward_of
-from .tree import CONTAINERS, HOOKS, Contents
+from .tree import HOOKS, Contents, is_called
 
 __all__ = ["SIMPLE", "Watch"]
 
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
-_FORWARD = operator.attrgetter("forward")
+_NOTHING = itertools.repeat(object())  # instead of an attribute that is gone
 HELD = ("_modules", "_parameters", "_buffers")  # the names by which a module holds others, and tensors
 FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
 
@@ -45,9 +46,9 @@ class Watch:
         self.classes = list(classes)
         self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.states = list(map(vars, parts))
-        self.held = [Contents(name, self.states) for name in HELD]
-        self.called = [state for part, state in zip(parts, self.states) if type(part) not in CONTAINERS]
-        self.tensors = [value for held in self.held for value in held.values if isinstance(value, torch.Tensor)]
+        self.held = Contents(HELD, self.states)
+        self.called = [state for part, state in zip(parts, self.states) if is_called(part)]
+        self.tensors = [value for value in self.held.values if isinstance(value, torch.Tensor)]
         configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
@@ -77,26 +78,28 @@ class Watch:
         self.facts = self._facts()
 
     def _structure(self) -> list:
-        """How many attributes each module has, and its class; one call, as each counts in each pass."""
-        return [*map(len, self.states), *map(type, map(weakref.ref.__call__, self.parts))]
+        """How many attributes each module has, its class, and how many have a forward; one call, as each counts in each pass."""
+        forwards = sum(map(dict.__contains__, self.states, itertools.repeat("forward")))
+        return [forwards, *map(len, self.states), *map(type, map(weakref.ref.__call__, self.parts))]
 
     def _facts(self) -> list:
         """Says where the tensors lie, whether they need a gradient, and which functions compute."""
         functions = [names.get(name) for names in self.names for name in FUNCTIONS]
         self.lookups.replaced()  # looks again where a name stands for something else
-        functions += [self.lookups.last[1], *map(_FORWARD, self.classes), *map(_attention_of, self.configs)]
+        functions += [self.lookups.last[1], *map(getattr, self.classes, itertools.repeat("forward"), _NOTHING)]
+        functions += map(_attention_of, self.configs)
         return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *functions]
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
         if any(map(any, map(HOOKS, self.called))) or self._structure() != self.structure:
             return False
-        if not all(held.is_same(self.states) for held in self.held):
+        if not self.held.is_same(self.states):
             return False
         owners, keys, values = self.identical
-        if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
+        if not all(map(operator.is_, map(dict.get, owners, keys, _NOTHING), values)) or self._facts() != self.facts:
             return False
-        found = list(map(dict.get, *self.compared))
+        found = list(map(dict.get, *self.compared, _NOTHING))
         return found == self.values or found == self.calls  # a list's comparison takes what is identical for equal, in C
 
 
