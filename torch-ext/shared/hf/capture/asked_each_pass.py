@@ -52,8 +52,13 @@ def _beneath(cls: Any, name: str) -> Any:
 
 
 def _original(method: Any) -> Any:
-    """What a method of ours stands on a class for; None for any other, also for one that was made of ours."""
+    """Returns the method that one of ours replaced on a class; None for any method that is not ours, even if it wraps ours."""
     return getattr(method, BENEATH) if method is not None and getattr(method, OURS, None) is method else None
+
+
+def _is_its_librarys(cls: Any, name: str) -> bool:
+    """Tells whether a method of a class, or what it has beneath ours, is the one that its library wrote."""
+    return is_defined_by(cls.__mro__, _beneath(cls, name), name)
 
 
 def _changes_the_mode_alone(cls: Any) -> bool:
@@ -80,7 +85,7 @@ def train(self, mode: bool = True, *, beneath: Optional[Callable] = None):
         if all(map(operator.is_, map(dict.get, tree.states, repeat("training")), repeat(mode))):
             own = filter(None, map(dict.get, tree.states, repeat("train")))
             states = vars(self), *tree.states
-            finds = any(map(dict.__contains__, states, repeat("children"))) or any(map(dict.__contains__, states, repeat("named_children")))
+            finds = any(any(map(dict.__contains__, states, repeat(name))) for name in _OF_MODES)  # a module's own method
             if not finds and all(map(_changes_the_mode_alone, {type(self), *map(type, tree.modules)})) and all(map(_is_ours, own)):
                 return self
     return type(self).train(self, mode) if beneath is None else beneath(mode)
@@ -104,7 +109,7 @@ def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
 def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False, *, beneath: Optional[Callable] = None) -> int:
     """`num_parameters` of transformers. beneath: as of `train`; asked for weights of four bits, which count twice."""
     cls = type(self)
-    others = beneath is None and not is_defined_by(cls.__mro__, _beneath(cls, "num_parameters"), "num_parameters")
+    others = beneath is None and not _is_its_librarys(cls, "num_parameters")
     if others or getattr(self, "is_loaded_in_4bit", False) or not _is_found_as_torch_does(self, "parameters"):
         asked = (only_trainable, exclude_embeddings)
         return cls.num_parameters(self, *asked) if beneath is None else beneath(*asked)
@@ -204,8 +209,12 @@ def take_back_from_adapters() -> None:
         cls.disable_adapter = getattr(method, BENEATH)
 
 
+OF_CLASSES: Tuple[Callable, ...] = (train, num_parameters)
+METHODS: Tuple[Callable, ...] = (*OF_CLASSES, parameters, modules)
+
+
 def _of_class(cls: type, method: Callable) -> Callable:
-    """What stands on a class for one of its methods, and hands on what it may not answer."""
+    """Returns the function that replaces a method on a class. It calls that method wherever it must not answer itself."""
     name = method.__name__
     original = getattr(cls, name)
 
@@ -227,21 +236,18 @@ def answer_for_class(cls: type) -> None:
     """Puts on a class of transformers what Trainer asks a model in each pass, unless it has a method of its own, or its user's."""
     take_back_from_class(cls)  # what another package may have left
     _in_force.add(cls)
-    for method in (train, num_parameters):
+    for method in OF_CLASSES:
         name = method.__name__
-        if name not in vars(cls) and is_defined_by(cls.__mro__, getattr(cls, name, None), name):
+        if name not in vars(cls) and _is_its_librarys(cls, name):
             setattr(cls, name, _of_class(cls, method))
 
 
 def take_back_from_class(cls: type) -> None:
     """Undoes `answer_for_class`."""
     _in_force.discard(cls)
-    for method in (train, num_parameters):
+    for method in OF_CLASSES:
         if _original(vars(cls).get(method.__name__)) is not None:
             delattr(cls, method.__name__)
-
-
-METHODS: Tuple[Callable, ...] = (train, num_parameters, parameters, modules)
 
 
 def _can_answer(model: Any, method: Callable) -> bool:
@@ -253,7 +259,7 @@ def _can_answer(model: Any, method: Callable) -> bool:
         return _is_found_as_torch_does(model)
     if method is modules:
         return cls.modules is _MODULES
-    return is_defined_by(cls.__mro__, _beneath(cls, name), name)
+    return _is_its_librarys(cls, name)
 
 
 def answer(model: nn.Module) -> None:

@@ -169,7 +169,7 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     if shapes is not None:
         read = (shapes.layers if unread else shapes.layers_beside)(model)
     put_on(parts)
-    others = {} if shapes is None else read_losses(model, _classes_with_losses([each.targets for each in chosen]))
+    others = {} if shapes is None else read_losses(model, patching.classes_with_losses([each.targets for each in chosen]))
     if not put_losses_on(others) and not chosen and not parts and not read:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
@@ -281,15 +281,10 @@ def _layers_that_were_read(model) -> List[nn.Module]:
     return [layer for decoder in decoders for layer in decoder.layers]
 
 
-def _classes_with_losses(families: Families) -> tuple:
-    """The classes whose losses the rows of families are for."""
-    return tuple(patching.present(*(ownership.class_for(targets, loss) for targets in families for loss in targets.losses)))
-
-
 def explain(families: Families, model, shapes=None):
     """Says which parts of a model run fused; see `explain` of a package. shapes: as of `kernelize`."""
     own = [targets for targets in families if _modules_of([targets], model, "decoder_layer")]
-    losses = {} if shapes is None else read_losses(model, _classes_with_losses(own))
+    losses = {} if shapes is None else read_losses(model, patching.classes_with_losses(own))
     if shapes is not None and not own:
         known = explain_shapes(shapes, model, ownership.runs_ours, losses)
         if known is not None:

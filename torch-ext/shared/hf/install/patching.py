@@ -46,8 +46,8 @@ from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_trans
 from ..parts.wrapped import put
 
 __all__ = [
-    "FoundFamily", "get_patched_ops", "mapping", "noted_on_layers", "patch_classes", "prepare", "present", "register", "reset",
-    "unknown_of",
+    "FoundFamily", "classes_with_losses", "get_patched_ops", "mapping", "noted_on_layers", "patch_classes", "prepare", "present",
+    "register", "reset", "unknown_of",
 ]  # fmt: skip
 
 # On a module: what kernelize() was told of its model, and what it said.
@@ -184,7 +184,7 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
         asked["decoder_layer"] = asked.get("decoder_layer", False) and all(asked[name] for name in targets.needs)
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
-        for cls in present(*(ownership.class_for(targets, loss) for loss in targets.losses)):
+        for cls in classes_with_losses([targets]):
             (answer_for_class if any(on.values()) else take_back_from_class)(cls)
     answer_for_adapters()
     trl.switch(told.log_probs, options)
@@ -275,6 +275,11 @@ def present(*things):
     return [thing for thing in things if thing is not None]
 
 
+def classes_with_losses(families: Families) -> tuple:
+    """The classes whose losses the rows of families are for."""
+    return tuple(present(*(ownership.class_for(targets, loss) for targets in families for loss in targets.losses)))
+
+
 def _bind_hidden(owner, replacement, modules):
     """Binds a replacement to modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
     others = []
@@ -322,7 +327,7 @@ def reset(families: Families):
 
 def _reset_classes(targets: Targets):
     """Puts back what was on the classes and functions of one family."""
-    for cls in present(*(ownership.class_for(targets, loss) for loss in targets.losses)):
+    for cls in classes_with_losses([targets]):
         take_back_from_class(cls)
     for operation in (*targets.classes, "rope"):
         owner, attribute, _ = _target(targets, operation)

@@ -92,9 +92,7 @@ class Watch:
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
-        if any(map(any, map(HOOKS, self.called))) or self._structure() != self.structure:
-            return False
-        if not self.held.is_same(self.states):
+        if any(map(any, map(HOOKS, self.called))) or self._structure() != self.structure or not self.held.is_same(self.states):
             return False
         owners, keys, values = self.identical
         if not all(map(operator.is_, map(dict.get, owners, keys, _NOTHING), values)) or self._facts() != self.facts:

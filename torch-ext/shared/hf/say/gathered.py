@@ -48,8 +48,9 @@ def _whole_parameters(model: nn.Module) -> Iterator[Tuple[dict, str, nn.Paramete
 
 
 def _whole(each: Any, dtype: Optional[torch.dtype]) -> Optional[nn.Parameter]:
-    """What stands for a parameter of FSDP2's when it is whole; None for one that is no ordinary tensor in a pass either (sharded by tensor
-    parallelism too, of a subclass), and for one that is whole at the moment. dtype: of passes, None for its own."""
+    """Returns a parameter with the shape, dtype and device that a sharded one has while FSDP2 gathers it. Returns None if it is not an
+    ordinary tensor even then (tensor parallelism shards it too, or it is a subclass), or if it is gathered now. dtype: that FSDP2 gathers
+    in; None for the parameter's own."""
     place, sharded, whole = each._module_info, each.sharded_param, getattr(each, "_unsharded_param", None)
     held = place.module._parameters.get(place.param_name)
     if each.is_dtensor or held is None or held is whole or type(sharded._local_tensor) not in PLAIN:
