@@ -10,8 +10,6 @@ from tools.targets import BuildError
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
 
-    Variants = list[tuple[str, Variant]]  # with the operation of each
-
 
 CUDA_MACHINE = 0xBE  # e_machine of a cubin and of the hosts' code in it, ELF's numbers
 

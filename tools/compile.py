@@ -46,9 +46,7 @@ from tools.targets import (
 )
 
 if TYPE_CHECKING:
-    from kernel_src.prebuild import Variant
-
-    Variants = list[tuple[str, Variant]]  # with the operation of each
+    from tools.targets import Variants
 
 
 def jobs_of(variants: "Variants", targets: Targets, progress: Progress) -> Iterator[Job]:

@@ -19,8 +19,6 @@ from tools.targets import BuildError
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
 
-    Variants = list[tuple[str, Variant]]  # with the operation of each
-
 
 ROOT = Path(__file__).resolve().parent.parent
 

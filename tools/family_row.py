@@ -67,7 +67,7 @@ def head_of(package: Any, model: Any) -> dict[str, str]:
     flow_of, reads = part(package, "model.logits_flow").flow_of, part(package, "family.accounted").reads
     NotServed = part(package, "parts.facts").NotServed
     causal_lm = copy.copy(model)
-    config, text = copy.deepcopy(model.config), ast.parse(source_of(type(model).__module__))
+    config, text = copy.deepcopy(model.config), ast.parse(transformers_texts.installed_source(type(model).__module__))
     for name in reads(text, type(model).__name__):
         owner, _, attribute = name.partition(".")
         of_text = getattr(config, "text_config", config)
@@ -96,15 +96,11 @@ def vision_of(package: Any, model: Any, decoder: Any) -> Any:
     return families.Vision(type(model).__name__, () if names == usual else names, deepstack=deepstack)
 
 
-def source_of(module: str) -> str:
-    return transformers_texts.installed_source(module)
-
-
 def texts_of(package: Any, family: Any) -> list[str]:
     """The names of the texts that a row relies on: forwards, the methods of their classes that they call, functions of the rotary
     embedding."""
     accounted = part(package, "family.accounted")
-    tree = ast.parse(source_of(family.modeling))
+    tree = ast.parse(transformers_texts.installed_source(family.modeling))
     names = [*accounted.accounted(family), family.decoder or f"{family.prefix}Model"]
     found = []
     for name in dict.fromkeys(names):
@@ -159,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for release in transformers_texts.tested():
         source = transformers_texts.source_in_wheel(release)(found.family.modeling)
         others = transformers_texts.fingerprints(source, names)
-        here = transformers_texts.fingerprints(source_of(found.family.modeling), names)
+        here = transformers_texts.fingerprints(transformers_texts.installed_source(found.family.modeling), names)
         differ = [name for name in names if others[name] != here[name]]
         if differ:
             print(f"{release} says otherwise: {', '.join(differ)}")

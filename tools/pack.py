@@ -17,9 +17,7 @@ from tools.kernel_sources import source_digest
 from tools.targets import Targets
 
 if TYPE_CHECKING:
-    from kernel_src.prebuild import Variant
-
-    Variants = list[tuple[str, Variant]]  # with the operation of each
+    from tools.targets import Variants
 
 
 # Of the streams: machine code has instructions of 16 bytes, in words of 8. Longer matches take a quarter more time and save 0.2 %; stronger

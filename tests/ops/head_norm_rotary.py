@@ -48,7 +48,7 @@ def check_gradients_into_a_projection(ops, device, dtype):
     for width in (512, 513):
         dwhole = torch.full((1, 5, 6, width), 7.0, dtype=dtype, device=device)
         outs = dwhole[:, :, :4, :256], dwhole[:, :, 4:, :256]
-        found = into(outs, *grads, q, k, *weights, *tables, 1e-6, True, True, 1.0, 64)
+        found = into(*outs, *grads, q, k, *weights, *tables, 1e-6, True, True, 1.0, 64)
         assert (dwhole[..., 256:] == 7).all()
         for a, b in zip((*outs, *found), wanted):
             assert_close(a, exact(b), dtype, "a gradient in a projection's")

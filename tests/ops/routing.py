@@ -99,7 +99,7 @@ MUTANTS = [
     *generated("kernel_src/routing.py", "route_many", "expert_sums"),
     *generated("shared/ops/routing.py", "blocks", "row_blocks_reference", kernels=False),
     *errors_in("kernel_src/routing.py", "route", "expert_counts", ("(chunk, ct.arange", "(0, ct.arange")),
-    *errors_in("shared/ops/routing.py", "route", "route", ("-(-rows // sorting.pairs)", "rows // sorting.pairs")),
+    *errors_in("shared/ops/routing.py", "route", "route", ("-(-rows // chunk)", "rows // chunk")),
     *errors_in("shared/ops/routing.py", "route", "route_reference",
          ("position[order] =", "position[:] ="),
          ("right=True", "right=False"),

@@ -17,7 +17,6 @@ y reads the codes as they lie, and dx the same codes transposed. Those of severa
 side, and are copied into one in each pass where they do not.
 """
 
-import re
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -27,6 +26,7 @@ from ..ops.quantised import E4M3, STEP, Operand, Quantised, quantise_rows, quant
 from ..ops.second_run import are_watched
 from ..runtime.device import why_no_kernels
 from ..runtime.launch import INT32_MAX, ships
+from ..runtime.torch_version import numbers_in
 from .projection import CodedWeight, EightBitWeight, Group, Projection
 
 __all__ = ["FEWEST", "KINDS", "EightBits", "fewest_of", "groups_in_eight", "why_not_eight"]
@@ -45,10 +45,6 @@ TORCH, CUDA = (2, 9), (12, 9)  # from which on cuBLAS multiplies with a scale a 
 _devices: Dict[Tuple[str, int], str] = {}  # what `why_not_on` said of each
 
 
-def _numbers(version: Optional[str]) -> Tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:2])
-
-
 def _scales_rows_on_cpu() -> bool:
     codes, scales = torch.zeros((STEP, STEP)).to(torch.float8_e4m3fn), torch.ones((STEP, 1))
     try:
@@ -60,10 +56,10 @@ def _scales_rows_on_cpu() -> bool:
 
 def why_not_on(kind: str, index: int) -> str:
     """Why a device, of a type and with an index, has no products in eight bits; "" where it has. It may wait for the device."""
-    if _numbers(torch.__version__) < TORCH:
+    if numbers_in(torch.__version__) < TORCH:
         return f"torch is {torch.__version__}, and they need 2.9"
     if kind == "cuda":
-        if _numbers(torch.version.cuda) < CUDA:
+        if numbers_in(torch.version.cuda or "") < CUDA:
             return f"torch is built for CUDA {torch.version.cuda}, and they need 12.9"
         capability = torch.cuda.get_device_capability(index)
         if capability != CAPABILITY:

@@ -6,12 +6,12 @@ alone is one too, of halves or neighbours, of whole heads or a part of each.
 Angles that are wider than q (autocast over an fp32 model) are used as they are.
 """
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
 from ..ops import head_norm_kernels, pair_rotary, row_norm_kernels
-from ..ops.arrays import new_like
+from ..ops.arrays import Pair, new_like
 from ..ops.part_rotary import rotate_parts
 from ..ops.rotary import (
     norm_backward_into,
@@ -26,31 +26,18 @@ from ..runtime.device import kernels_run_on
 from .norms import is_plain, norm_backward, norm_forward, norm_reference
 from .spec import Inputs
 
-__all__ = ["Heads", "SavedHeads", "heads_backward", "heads_forward", "heads_reference", "is_fused", "turned_reference"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
+__all__ = ["Heads", "heads_backward", "heads_forward", "heads_reference", "is_fused", "turned_reference"]
 
 
 class Heads(NamedTuple):
     """Holds the inputs of both passes.
 
-    q, k: the projected queries and keys, [batch, tokens, heads, head_dim]. q_norm, k_norm: the weights of their norms, or None. cos, sin:
-    the rotary angles, [batch or 1, tokens, width], or None without a rotary embedding.
+    q, k: the projected queries and keys, [batch, tokens, heads, head_dim]; None in a backward pass without norms. q_norm, k_norm: the
+    weights of their norms, or None. cos, sin: the rotary angles, [batch or 1, tokens, width], or None without a rotary embedding.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    q_norm: Optional[torch.Tensor]
-    k_norm: Optional[torch.Tensor]
-    cos: Optional[torch.Tensor]
-    sin: Optional[torch.Tensor]
-
-
-class SavedHeads(NamedTuple):
-    """`Heads` in a backward pass, where there are no queries and keys without norms."""
-
-    q: Optional[torch.Tensor]
-    k: Optional[torch.Tensor]
+    q: Any
+    k: Any
     q_norm: Optional[torch.Tensor]
     k_norm: Optional[torch.Tensor]
     cos: Optional[torch.Tensor]
@@ -74,7 +61,7 @@ def is_fused(spec: Inputs) -> bool:
     return qwen3s or head_norm_kernels.has(spec.head_dim, spec.turned or spec.head_dim)
 
 
-def _is_row_kernel(spec: Inputs, heads: Union[Heads, SavedHeads], *others: torch.Tensor) -> bool:
+def _is_row_kernel(spec: Inputs, heads: Heads, *others: torch.Tensor) -> bool:
     """Tells whether one kernel takes the norms of all heads and their rotary embedding. others: what else it reads."""
     described = spec.whole and spec.rotary == "halves" and not spec.turned and heads.q_norm is not None
     return described and row_norm_kernels.takes(*heads, *others)
@@ -112,7 +99,7 @@ def pair_table(spec: Inputs, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _runs(operation: str, *tensors: torch.Tensor) -> bool:
     """Tells whether this package ships an operation's kernels and they run on these tensors."""
-    return bool(tensors[0].numel()) and kernels_run_on(*tensors) and operation in launch.backend.artifacts.operations()
+    return bool(tensors[0].numel()) and kernels_run_on(*tensors) and launch.ships(operation)
 
 
 def _turned(spec: Inputs, q: torch.Tensor, k: torch.Tensor, cos, sin, back: bool, outs: Optional[Pair] = None) -> Pair:
@@ -189,7 +176,7 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     return q.transpose(1, 2), k.transpose(1, 2), q_rstd, k_rstd
 
 
-def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: SavedHeads, rstds: tuple, needs: Tuple[bool, bool],
+def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Heads, rstds: tuple, needs: Tuple[bool, bool],
                    outs: Optional[Pair] = None) -> HeadsGradients:
     """dq, dk: [batch, heads, tokens, head_dim]; rstds: the last two of `heads_forward`; needs: of the norms' weights; outs: where the
     gradients of q and k go, [batch, tokens, heads, head_dim]. Gradients that are not needed are None or empty."""
@@ -197,7 +184,7 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
         options = *needs, spec.heads.offset, spec.turned
         if outs is None:
             return HeadsGradients(*qk_norm_rotary_backward(dq, dk, *heads, spec.heads.eps, *options))
-        return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *options))
+        return HeadsGradients(*outs, *norm_backward_into(*outs, dq, dk, *heads, spec.heads.eps, *options))
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     if _is_row_kernel(spec, heads, dq, dk):
         into = (new_like(dq), new_like(dk)) if outs is None else outs

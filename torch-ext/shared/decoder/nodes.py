@@ -82,11 +82,10 @@ def _inputs(given: Given) -> Tuple[list, InputSaved]:
     (group,), tensors = given.layout.groups, given.tensors
     projections, stream = Projections(group, given.parts, given.whole), tensors.x.reshape(-1, tensors.x.shape[-1])
     projected = _side_by_side(given, tensors.x, group)
-    q, k, v, *saved = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections, projected)
-    found = InputSaved._make([*saved, projections.made()])
+    heads, found = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections, projected)
     if projected is None:
-        return [q, k, v], found
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        return heads, found
+    q, k, v = (each.transpose(1, 2) for each in heads)
     return ([q, k, v], found) if found.q is None else ([q, k, projected], found._replace(q=projected, k=None))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ..ops import layer_norm, residual_norm
 from ..ops import rms_norm as norms
+from ..ops.arrays import Four, Pair, Triple
 from .spec import Norm
 
 __all__ = [
@@ -15,9 +16,6 @@ __all__ = [
 ]  # fmt: skip
 
 Weight = Any  # a tensor, or None of a LayerNorm
-Pair = Tuple[torch.Tensor, torch.Tensor]
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def is_plain(norm: Norm) -> bool:

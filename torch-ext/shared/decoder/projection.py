@@ -99,13 +99,13 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The tensors of a projection, or their gradients. A weight may be a `CodedWeight`."""
+    """The tensors of a projection, their gradients or their dtypes. A weight may be a `CodedWeight`."""
 
     weight: Any = None
-    bias: Optional[torch.Tensor] = None
-    a: Optional[torch.Tensor] = None
-    b: Optional[torch.Tensor] = None
-    adapter_bias: Optional[torch.Tensor] = None
+    bias: Any = None
+    a: Any = None
+    b: Any = None
+    adapter_bias: Any = None
 
 
 class PartNeeds(NamedTuple):
@@ -116,16 +116,6 @@ class PartNeeds(NamedTuple):
     a: bool
     b: bool
     adapter_bias: bool
-
-
-class PartDtypes(NamedTuple):
-    """The dtypes of a projection's tensors, each read only where there is that tensor."""
-
-    weight: torch.dtype
-    bias: torch.dtype
-    a: torch.dtype
-    b: torch.dtype
-    adapter_bias: torch.dtype
 
 
 SIZE = len(Parts._fields)
@@ -228,7 +218,7 @@ class Group:
         self.tensors = SIZE * len(projections)
         self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
         self.coded = any(isinstance(projection.weight, CodedWeight) for projection in projections)
-        self.dtypes = [PartDtypes._make([getattr(part, "dtype", None) for part in projection[:SIZE]]) for projection in projections]
+        self.dtypes = [Parts._make([getattr(part, "dtype", None) for part in projection[:SIZE]]) for projection in projections]
         self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
         start = 0
         for i, projection in enumerate(projections):

@@ -12,7 +12,7 @@ import torch
 
 from ..ops.autograd import always
 from ..ops.swiglu import are_few
-from .heads import Heads, SavedHeads, heads_backward, heads_forward
+from .heads import Heads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
 from .projections import NormedInput, NormedInputGradients, Projections, normed_input_backward
@@ -50,22 +50,9 @@ class InputTensors(NamedTuple):
     norm_bias: Optionals = None
 
 
-class InputResults(NamedTuple):
-    """q_out, k_out, v: as attention takes them, [batch, heads, tokens, head_dim]. q, k: as projected, [batch, tokens, heads, head_dim],
-    None where the backward pass does not need them. rstd, q_rstd, k_rstd: of the norms, None likewise."""
-
-    q_out: torch.Tensor
-    k_out: torch.Tensor
-    v: torch.Tensor
-    q: Optionals
-    k: Optionals
-    rstd: Optionals
-    q_rstd: Optionals
-    k_rstd: Optionals
-
-
 class InputSaved(NamedTuple):
-    """The results that the backward pass reads, and `Projections.made`."""
+    """q, k: as projected, [batch, tokens, heads, head_dim], None where the backward pass does not need them. rstd, q_rstd, k_rstd: of the
+    norms, None likewise. made: `Projections.made`."""
 
     q: Optionals
     k: Optionals
@@ -82,8 +69,11 @@ def in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[in
     return [p.view(*shape, p.shape[1] // spec.head_dim, spec.head_dim) for p in projected]
 
 
-def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], group: Projections, out: Optionals = None) -> InputResults:
-    """shape: (batch, tokens of one sequence). out: as of `Projections.forward`."""
+def inputs_forward(
+    spec: Inputs, tensors: InputTensors, shape: Sequence[int], group: Projections, out: Optionals = None
+) -> Tuple[List[torch.Tensor], InputSaved]:
+    """(q, k and v as attention takes them, [batch, heads, tokens, head_dim]; what the backward pass reads). shape: (batch, tokens of one
+    sequence). out: as of `Projections.forward`."""
     x, norm, q_norm, k_norm, cos, sin, bias = tensors
     rstd: Optionals
     y, rstd = norm_forward(spec.norm, x, norm, group.group.dtype, bias) if is_there(spec.norm, norm) else (x.to(group.group.dtype), None)
@@ -99,7 +89,7 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
         if out is None and len(projected) == 1:
             v = v.contiguous()
         q = k = None
-    return InputResults(q_out, k_out, v.transpose(1, 2), q, k, rstd, q_rstd, k_rstd)
+    return [q_out, k_out, v.transpose(1, 2)], InputSaved(q, k, rstd, q_rstd, k_rstd, group.made())
 
 
 def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputTensors, saved: InputSaved, group: Projections,
@@ -109,7 +99,7 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
     x, norm, q_norm, k_norm, cos, sin, bias = tensors
     dq_out, dk_out, dv, dresidual = grads
     tokens, rows, dv = x.shape[0], spec.rows or group.group.rows, dv.transpose(1, 2)
-    heads, rstds = SavedHeads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
+    heads, rstds = Heads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
     need_heads, packed = (need.q_norm, need.k_norm), spec.rows is not None
     together = None
     if group.whole is None and not packed and not group.group.eight:

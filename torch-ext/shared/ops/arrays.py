@@ -1,6 +1,6 @@
 """Tensors as the arrays of kernels: as rows, contiguous, aligned, and in parts where there are too many numbers for one launch."""
 
-from typing import Callable, Iterator, List, Optional, Sequence
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -9,10 +9,13 @@ from ..runtime.launch import GRID_MAX, INT32_MAX, Kernel, overlaps
 from .arguments import describe, fail
 
 __all__ = [
-    "HALF", "REACH", "SLAB", "ElementwiseKernel", "accumulation_dtype", "aligned", "as_rows", "column_sum", "column_sum_of", "flat_rows",
-    "kernels_compute", "new_like", "split_rows", "sum_of_rows", "unit_stride", "within_reach",
+    "HALF", "REACH", "SLAB", "ElementwiseKernel", "Four", "Pair", "Triple", "accumulation_dtype", "aligned", "as_rows", "column_sum",
+    "column_sum_of", "flat_rows", "kernels_compute", "new_like", "split_rows", "sum_of_rows", "unit_stride", "within_reach",
 ]  # fmt: skip
 
+Pair = Tuple[torch.Tensor, torch.Tensor]
+Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 HALF = (torch.bfloat16, torch.float16)
 REACH = INT32_MAX  # elements: what a kernel counts an array's places in
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit

@@ -15,9 +15,9 @@ from ..runtime.artifacts import ArtifactError
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_floats
-from .arrays import accumulation_dtype
+from .arrays import Pair, accumulation_dtype
 from .attention_heads import of_heads, one_head_is_within_reach, parts_of_heads
-from .attention_plan import AttentionPlan, Pair
+from .attention_plan import AttentionPlan
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .autograd import Function, apply_function, autocasts, needs_formula
 from .operators import constant_when_traced, traceable

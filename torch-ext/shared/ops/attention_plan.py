@@ -1,17 +1,16 @@
 """Which tokens of a batch see which: the tables that the attention kernels walk, for all layers of a batch."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import INT32_MAX, Kernel
 from .arguments import describe, fail
+from .arrays import Pair
 from .operators import traceable
 
-__all__ = ["AttentionPlan", "Pair"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
+__all__ = ["AttentionPlan"]
 
 LIMITS, WALKS = 4, 10  # rows of a plan's tables
 BLOCK = 64  # rows of a block of every kernel

@@ -35,9 +35,7 @@ def outside_autocast(backward):
     @functools.wraps(backward)
     def run(ctx, *grads):
         device = next((grad.device for grad in grads if grad is not None), None)
-        if device is None or not autocasts(device):
-            return backward(ctx, *grads)
-        with without_autocast(device):
+        with contextlib.nullcontext() if device is None else without_autocast(device):
             return backward(ctx, *grads)
 
     return run

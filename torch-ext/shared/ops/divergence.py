@@ -35,8 +35,6 @@ _logits_loss = {kind: Kernel("divergence_of_logits", grid=blocks_of_pieces, wher
 
 _logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=blocks_of_pieces, where={"KIND": n}) for kind, n in KINDS.items()}
 
-LN2 = 0.6931471805599453
-
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
 
 
@@ -91,10 +89,6 @@ def _backward(
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else reference(x, y, labels, options, factor))[1]
     assert gradient is not None
     return gradient.view(x.shape)
-
-
-def _scalar(x):
-    return x.new_empty((), dtype=accumulation_dtype(x.dtype))
 
 
 divergence_forward = traceable("divergence_forward", _forward)
@@ -200,7 +194,7 @@ def _logits_backward(
 
 
 def _logits_forward_fake(x, *_):
-    return (_scalar(x), *_rows_of_logits(x))
+    return (x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_rows_of_logits(x))
 
 
 divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits_forward, _logits_forward_fake)

@@ -10,7 +10,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, new_like, sum_of_rows
 from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
-from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, as_segments, kernels_take, per_row, rows_of, slabs
 
 __all__ = ["dyt"]
 
@@ -22,18 +22,8 @@ def _columns_by_rows(c, x, *_):
     return (-(-x.shape[1] // c["PIECE"]) * -(-x.shape[0] // c["ROWS"]),)
 
 
-def _forward_views(x, alpha, gamma, beta, y):
-    n = gamma.shape[0]
-    return segments(n, x), alpha, segments(n, gamma), segments(n, beta), segments(n, y)
-
-
-def _backward_views(dx, dy, x, alpha, gamma, partial, partial_alpha):
-    n = gamma.shape[0]
-    return (*[segments(n, t) for t in (dx, dy, x)], alpha, segments(n, gamma), segments(n, partial), partial_alpha)
-
-
-_forward_kernel = Kernel("dyt_forward", grid=_columns_by_rows, views=_forward_views)
-_backward_kernel = Kernel("dyt_backward", grid=lambda c, *tensors: (tensors[-1].numel(),), views=_backward_views)
+_forward_kernel = Kernel("dyt_forward", grid=_columns_by_rows, views=as_segments(1))
+_backward_kernel = Kernel("dyt_backward", grid=lambda c, *tensors: (tensors[-1].numel(),), views=as_segments(3, 6))
 _sums_kernel = Kernel("dyt_parameter_sums", grid=lambda c, partial, *_: (-(-partial.shape[1] // c["COLS"]),))
 COLUMNS = {True: 1024, False: 512}  # of a block, by whether a row consists of segments (kernel_src/dyt.py)
 

@@ -5,9 +5,8 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from ..runtime import launch
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, ships
 from .arrays import accumulation_dtype, within_reach
 from .grouped_gemm import Groups
 from .products import accumulate_product
@@ -124,14 +123,9 @@ def _piece_of(dgated: torch.Tensor, gate_up: torch.Tensor, weights: bool, gate: 
 
 def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: Optionals) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
-    kernel reads."""
+    kernel reads. Only packages for models that need them ship GPT-OSS's; the others compute its gate in PyTorch."""
     same = gate.interleaved == bool(gate.alpha) == (bias is not None) and gate_up.shape[0] > 0 and within_reach(gate_up.numel())
-    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
-
-
-def _has_clamped_gate() -> bool:
-    """Only packages for models that need them ship GPT-OSS's kernels; the others compute its gate in PyTorch."""
-    return "clamped_gate" in launch.backend.artifacts.operations()
+    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or ships("clamped_gate"))
 
 
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +206,7 @@ def token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
     out = y.new_empty((position.shape[0], y.shape[1]))
     if bias is None:
         _sum_kernel(y, position, out)
-    elif not _has_clamped_gate():
+    elif not ships("clamped_gate"):
         _sum_kernel(y, position, out)
         accumulate_product(out, dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:

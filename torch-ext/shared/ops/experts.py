@@ -15,7 +15,7 @@ import torch
 from .arguments import describe, fail, need_device, need_floats
 from .arrays import accumulation_dtype, unit_stride
 from .autocast import outside_autocast, without_autocast
-from .autograd import Function, autocasts, needs_formula
+from .autograd import Function, needs_formula
 from .expert_adapters import NO_FACTORS, ExpertFactors, Factors, adapted_mm, adapted_reference, adapter_gradients, narrow_mm
 from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
 from .grouped_gemm import Groups, grouped_outer
@@ -290,10 +290,8 @@ def experts(
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))
     expert = expert.to(torch.int64)  # one byte holds neither -1 and 255 nor the number of experts
     tensors = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    if autocasts(hidden.device):
-        with without_autocast(hidden.device):
-            return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_in_parts(_Experts, *tensors, *options)
-    return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_in_parts(_Experts, *tensors, *options)
+    with without_autocast(hidden.device):
+        return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_in_parts(_Experts, *tensors, *options)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -5,11 +5,10 @@ from typing import Tuple
 
 import torch
 
-from ..runtime import launch
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, ships
 from .arguments import describe, fail, need_alike, need_floats
-from .arrays import SLAB, accumulation_dtype, new_like
+from .arrays import SLAB, Pair, accumulation_dtype, new_like
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_pieces
@@ -19,8 +18,6 @@ __all__ = [
     "APPROXIMATE", "activation_reference", "backward", "backward_in_place", "forward", "forward_into", "forward_reference", "geglu",
     "geglu_packed", "swiglu", "swiglu_packed",
 ]  # fmt: skip
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 TILE = 1024  # elements of one block; rows of a multiple of it need no checks
 GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
@@ -103,7 +100,7 @@ def backward_reference(dout, gate, up, activation, gate_multiplier, down_multipl
 # ---------------------------------------------------------------- with the kernels
 def _fits(gate, *others):
     """Tells whether kernels run: only packages for models that need them ship these."""
-    return gate.dtype != torch.float64 and kernels_run_on(gate, *others) and "gated_activation" in launch.backend.artifacts.operations()
+    return gate.dtype != torch.float64 and kernels_run_on(gate, *others) and ships("gated_activation")
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:

@@ -1,21 +1,15 @@
 """Attention's output times the sigmoid of a gate (Qwen3-Next, Qwen3.5): y = out * sigmoid(gate)."""
 
-from typing import Tuple
-
 import torch
 
-from ..runtime import launch
-from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, ships
 from .arguments import need_alike, need_floats, need_rows
-from .arrays import HALF, accumulation_dtype, aligned
+from .arrays import HALF, Pair, accumulation_dtype, aligned, kernels_compute
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_rows, slabs
 
 __all__ = ["gated_output"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 _forward_kernel = Kernel("gated_output_forward", grid=blocks_of_rows)
@@ -39,9 +33,7 @@ def _fits(out, *others) -> bool:
     """Whether kernels take these rows."""
     if out.dtype not in (*HALF, torch.float32) or any(t.dtype != out.dtype for t in others):
         return False
-    if not kernels_run_on(out, *others) or out.numel() == 0 or "gated_output" not in launch.backend.artifacts.operations():
-        return False
-    return out.shape[-1] in _forward_kernel.lengths("out", 1)
+    return kernels_compute(out, *others) and ships("gated_output") and out.shape[-1] in _forward_kernel.lengths("out", 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,18 @@
 """RMSNorm times a gate (Qwen3-Next, Qwen3.5): y = round(weight * round(x / sqrt(mean(x^2) + eps))) * silu(gate)."""
 
-from typing import Tuple
-
 import torch
 from torch.nn.functional import silu
 
-from ..runtime import launch
-from ..runtime.device import kernels_run_on, multiprocessors
-from ..runtime.launch import Kernel
+from ..runtime.device import multiprocessors
+from ..runtime.launch import Kernel, ships
 from .arguments import describe, fail, need_alike, need_floats, need_rows
-from .arrays import accumulation_dtype, column_sum_of, sum_of_rows
+from .arrays import Triple, accumulation_dtype, column_sum_of, sum_of_rows
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rows import blocks_of_rows, kernels_take, one_block_a_sum, per_row, rows_of, slabs
 
 __all__ = ["gated_rms_norm"]
 
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCKS_PER_SM = 6  # in the backward pass
 
 
@@ -48,9 +44,7 @@ def gated_rms_norm_backward_reference(dy, x, gate, weight, eps: float, need_dwei
 
 def _fits(x, weight, *others) -> bool:
     """Whether kernels take these rows: of 128 in every dtype, of other lengths in bf16. others: what else a kernel reads."""
-    if any(t.dtype != x.dtype for t in others) or not kernels_take(x, weight) or not kernels_run_on(*others):
-        return False
-    if "gated_rms_norm" not in launch.backend.artifacts.operations():
+    if any(t.dtype != x.dtype for t in others) or not kernels_take(x, weight, others=others) or not ships("gated_rms_norm"):
         return False
     n = x.shape[-1]
     return n == 128 or (x.dtype == weight.dtype == torch.bfloat16 and n in _forward_kernel.lengths("x", 1))

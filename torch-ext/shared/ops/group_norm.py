@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -12,7 +12,7 @@ from .arguments import describe, fail, need_floats
 from .arrays import SLAB, accumulation_dtype, aligned, new_like
 from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
-from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
+from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, slabs
 
 __all__ = ["group_norm"]
 
@@ -123,13 +123,6 @@ def _in_memory(x: torch.Tensor) -> torch.Tensor:
     return aligned(x.contiguous())
 
 
-def _samples(x: torch.Tensor) -> Iterator[slice]:
-    """Samples of the batch that one launch reaches over."""
-    most = max(1, SLAB // x[0].numel())
-    for start in range(0, x.shape[0], most):
-        yield slice(start, min(x.shape[0], start + most))
-
-
 def _whole(x, weight, layout) -> bool:
     """Whether a group fits into the registers of a block."""
     return layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= WHOLE[x.dtype]
@@ -156,7 +149,7 @@ def _forward(
     x, weight, bias = _in_memory(x), weight.contiguous(), bias.contiguous()
     y = new_like(x)
     mean, rstd = per_row(x, x.shape[0] * groups), per_row(x, x.shape[0] * groups)
-    for samples in _samples(x):
+    for samples in slabs(x):
         part = slice(samples.start * groups, samples.stop * groups)
         _forward_launch(x[samples], weight, bias, y[samples], mean[part], rstd[part], groups, eps)
     return y, mean, rstd
@@ -196,7 +189,7 @@ def _backward(
         return dx, parameters if need_parameters else weight.new_empty(0)
     dy, x, weight = _in_memory(dy), _in_memory(x), weight.contiguous()
     dx, groups = new_like(x), mean.shape[0] // x.shape[0]
-    parameters, all_samples = weight.new_empty((2, x.shape[1]) if need_parameters else 0), list(_samples(x))
+    parameters, all_samples = weight.new_empty((2, x.shape[1]) if need_parameters else 0), list(slabs(x))
     # The gradients of the parameters are summed up in the launch that writes dx, where that is the only one.
     once = need_parameters and len(all_samples) == 1
     out, sums, summed = parameters if once else weight.new_empty((2, 1)), [], False

@@ -2,7 +2,7 @@
 kernel_src/qk_norm_rotary.py takes. The operation is rotary.py's."""
 
 import functools
-from typing import Callable, Iterator, List, Sequence, Tuple
+from typing import Callable, FrozenSet, Iterator, List, Sequence, Tuple
 
 import torch
 
@@ -10,13 +10,12 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import SLAB, aligned, column_sum_of, new_like
+from .arrays import SLAB, Pair, aligned, column_sum_of, new_like
 
 __all__ = ["backward_into", "flat_heads", "forward", "gradients_by", "has", "launches_of", "shipped", "takes"]
 
 OPERATION = "head_norm_rotary"
 BLOCKS_PER_SM = 4  # in the backward pass
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 def rows_grid(c, q, k, *_):
@@ -29,21 +28,17 @@ _backward_kernel = Kernel("head_norm_rotary_backward", grid=lambda c, *tensors: 
 
 def has(head_dim: int, rotary_dim: int) -> bool:
     """Tells whether this package has kernels for heads of this length of which this many columns are turned, in some dtype."""
-    return _has(launch.backend, head_dim, rotary_dim)
+    return any(found[2:] == (head_dim, rotary_dim) for found in _shapes(launch.backend))
 
 
-@functools.lru_cache(maxsize=256)
-def _has(backend, head_dim, rotary_dim) -> bool:
-    return (head_dim, rotary_dim) in {found[2:] for found in _shapes(backend)}
-
-
-def _shapes(backend) -> List[tuple]:
+@functools.lru_cache(maxsize=None)
+def _shapes(backend) -> FrozenSet[tuple]:
     """(dtype, weights' dtype, head_dim, rotary_dim) of each kernel of a backend; none of one without kernels."""
-    found = []
+    found = set()
     for variant in shipped(backend, OPERATION, _forward_kernel):
         described = {p.name: p for p in variant.parameters if p.kind == "array"}
-        found.append((described["q"].dtype, described["q_weight"].dtype, described["q"].shape[2], described["cos"].shape[1]))
-    return found
+        found.add((described["q"].dtype, described["q_weight"].dtype, described["q"].shape[2], described["cos"].shape[1]))
+    return frozenset(found)
 
 
 def shipped(backend, operation: str, kernel: Kernel) -> Sequence:
@@ -57,12 +52,7 @@ def shipped(backend, operation: str, kernel: Kernel) -> Sequence:
 
 def takes(dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int, rotary_dim: int) -> bool:
     """Tells whether this package has kernels for these heads, with weights and angles of one dtype."""
-    return _takes(launch.backend, dtype, weight_dtype, head_dim, rotary_dim)
-
-
-@functools.lru_cache(maxsize=256)
-def _takes(backend, dtype, weight_dtype, head_dim, rotary_dim) -> bool:
-    return (launch.DTYPES.get(dtype), launch.DTYPES.get(weight_dtype), head_dim, rotary_dim) in _shapes(backend)
+    return (launch.DTYPES.get(dtype), launch.DTYPES.get(weight_dtype), head_dim, rotary_dim) in _shapes(launch.backend)
 
 
 def forward(q, k, q_weight, k_weight, cos, sin, eps: float, offset: float, rounds: str) -> Pair:

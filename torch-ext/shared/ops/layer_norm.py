@@ -4,16 +4,15 @@ from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
-from ..runtime import launch
 from ..runtime.device import multiprocessors
 from ..runtime.graphs import is_recording
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, ships
 from ..runtime.replay import constant
 from .arguments import describe, fail, need_floats
 from .arrays import accumulation_dtype, aligned, column_sum_of, new_like, sum_of_rows
 from .autograd import Function, apply_function, needs_formula
 from .operators import halves, traceable
-from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, as_segments, groups_of_columns, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, slabs
 
 __all__ = ["layer_norm", "layer_norm_backward", "layer_norm_forward", "layer_norm_reference"]
 
@@ -29,30 +28,11 @@ GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
 Parameter = Optional[torch.Tensor]
 
 
-def _rows_and_columns(x, weight, bias, y, *statistics):
-    n = weight.shape[0]
-    return (segments(n, x), segments(n, weight), segments(n, bias), segments(n, y), *statistics)
-
-
-def _row_means_views(dy, x, weight, *rest):
-    n = weight.shape[0]
-    return (segments(n, dy), segments(n, x), segments(n, weight), *rest)
-
-
-def _columns_views(dx, dy, x, weight, mean, rstd, means, partial):
-    n = weight.shape[0]
-    return (*[segments(n, t) for t in (dx, dy, x, weight)], mean, rstd, means, segments(n, partial))
-
-
-def _groups_of_columns(c, dx, dy, x, weight, mean, rstd, means, partial):
-    return (-(-partial.shape[2] // c["PIECE"]) * partial.shape[0],)
-
-
-_forward_kernel = Kernel("layer_norm_forward", "layer_norm_long_forward", grid=one_block_a_row, views=_rows_and_columns)
+_forward_kernel = Kernel("layer_norm_forward", "layer_norm_long_forward", grid=one_block_a_row, views=as_segments(4, 5))
 _exact_forward_kernel = Kernel("layer_norm_exact_forward", grid=one_block_a_row)
 _backward_kernel = Kernel("layer_norm_exact_backward", "layer_norm_backward", grid=one_block_a_sum)
-_row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=_row_means_views)
-_columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
+_row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=as_segments(3, 4, 5))
+_columns_kernel = Kernel("layer_norm_columns_backward", grid=groups_of_columns, views=as_segments(4, 5, 6))
 
 
 def statistics_of(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -130,7 +110,7 @@ def _forward_fake(x: torch.Tensor, weight: Parameter, bias: Parameter, eps: floa
 def _fits(x: torch.Tensor, *parameters: Parameter, others: Sequence[torch.Tensor] = ()) -> bool:
     """Whether kernels take this, and the package has them: a decoder's may run without."""
     given = [each for each in parameters if each is not None]
-    return kernels_take(x, *given or (x,), others=others) and "layer_norm" in launch.backend.artifacts.operations()
+    return kernels_take(x, *given or (x,), others=others) and ships("layer_norm")
 
 
 def _backward(

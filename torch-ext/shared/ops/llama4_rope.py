@@ -1,17 +1,14 @@
 """Rotary position embedding of neighbouring pairs as complex numbers, Llama 4's (arXiv 2104.09864)."""
 
-from typing import Tuple
-
 import torch
 
 from .arguments import describe, fail, need_floats
+from .arrays import Pair
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .pair_rotary import rotary_complex_reference, rotate_pairs
 
 __all__ = ["rotary_complex"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 rotary_complex_forward = traceable("rotary_complex", rotate_pairs)
 

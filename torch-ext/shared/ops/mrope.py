@@ -1,13 +1,13 @@
 """Rotary position embedding with several positions a token (Qwen2-VL, arXiv 2409.12191), or over a part of the head."""
 
-from typing import Sequence, Tuple
+from typing import Sequence
 
 import torch
 
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from .arguments import describe, fail, need_device, need_floats
-from .arrays import SLAB, kernels_compute
+from .arrays import SLAB, Pair, kernels_compute
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .part_rotary import part_rotary_reference, rotate_parts
@@ -15,7 +15,6 @@ from .rotary import fake_rotary, rotate_checked
 
 __all__ = ["partial_rotary", "rotary_multimodal"]
 
-Pair = Tuple[torch.Tensor, torch.Tensor]
 GROUP, GROUPED_WIDTH = 8, 128  # columns of a section that have one table, and of a table at most, where whole groups are picked
 
 

@@ -8,7 +8,7 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .arguments import describe, fail, need_alike, need_floats
-from .arrays import SLAB, accumulation_dtype
+from .arrays import SLAB, Pair, Triple, accumulation_dtype
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 
@@ -19,9 +19,6 @@ GRID_YZ = 65535  # blocks of a grid in its second and third dimension
 WIDTHS = (64, 128)  # columns of the tiles of the kernels with MMA
 ROWWISE_WIDTH = 256  # and of those without
 ONCE_HALO = 8  # neighbours to a side up to which one kernel for all gradients reads less than one for dq and one for dk and dv
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,18 +1,14 @@
 """Launches of kernel_src/llama4_rope.py: rotary position embedding of neighbouring columns. Without autograd: what llama4_rope.py and the
 decoder layer share."""
 
-from typing import Tuple
-
 import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .arrays import new_like, unit_stride
+from .arrays import Pair, new_like, unit_stride
 from .part_rotary import heads_grid, token_slabs
 
 __all__ = ["rotary_complex_reference", "rotate_pairs", "takes"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # FORMAT of the kernel
 WIDEST = 256  # columns of the longest head that it takes

@@ -7,12 +7,10 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .arrays import SLAB, new_like
+from .arrays import SLAB, Pair, new_like
 from .rotary_reference import of_part, rotary_backward_reference, rotary_reference
 
 __all__ = ["heads_grid", "part_rotary_reference", "rotate_parts", "token_slabs"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 def heads_grid(c, q, k, *_):

@@ -10,7 +10,7 @@ from .arguments import describe, fail, need_floats, need_rows
 from .arrays import accumulation_dtype, column_sum_of, new_like
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
-from .rows import SEGMENT, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, as_segments, kernels_take, one_block_a_row, one_block_a_sum, per_row, rows_of, slabs
 
 __all__ = ["poly_norm"]
 
@@ -19,19 +19,9 @@ BLOCKS_PER_SM = 3  # that fit in the backward pass (kernel_src/poly_norm.py): wi
 WHOLE = {torch.bfloat16: (33 * SEGMENT, 64 * SEGMENT)}
 
 
-def _forward_views(x, weight, bias, y, rstd):
-    n = x.shape[1]
-    return segments(n, x), weight, bias, segments(n, y), rstd
-
-
-def _backward_views(dx, dy, x, *rest):
-    n = x.shape[1]
-    return (*[segments(n, t) for t in (dx, dy, x)], *rest)
-
-
-_forward_kernel = Kernel("poly_norm_forward", "poly_norm_long_forward", grid=one_block_a_row, views=_forward_views)
+_forward_kernel = Kernel("poly_norm_forward", "poly_norm_long_forward", grid=one_block_a_row, views=as_segments(1, 2, 4))
 _backward_kernel = Kernel("poly_norm_backward", grid=one_block_a_sum)
-_long_backward_kernel = Kernel("poly_norm_long_backward", grid=one_block_a_sum, views=_backward_views)
+_long_backward_kernel = Kernel("poly_norm_long_backward", grid=one_block_a_sum, views=as_segments(3, 4, 5))
 
 
 def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -5,14 +5,13 @@
 Both norms have one offset and one order of rounding (`rms_norm`). residual + multiplier * branch is `add_rms_norm_forward`'s.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
-from ..runtime import launch
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
-from .arrays import new_like
+from ..runtime.launch import Kernel, ships
+from .arrays import Four, Pair, new_like
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rms_norm import (
@@ -24,20 +23,13 @@ from .rms_norm import (
     rms_norm_reference,
 )
 from .rms_norm_kernels import SEGMENTS, NormCall
-from .rows import one_block_a_row, per_row, rows_of, segments, slabs
+from .rows import as_segments, one_block_a_row, per_row, rows_of, slabs
 
 __all__ = ["norm_add_forward", "norm_add_norm_forward"]
 
-Pair = Tuple[torch.Tensor, torch.Tensor]
-Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def _as_segments(tensors) -> list:
-    return [segments(tensors[0].shape[-1], tensor) for tensor in tensors]
-
-
-_add_kernel = Kernel("norm_add_forward", grid=one_block_a_row, views=lambda *t: [*_as_segments(t[:4]), t[4]])
-_add_norm_kernel = Kernel("norm_add_norm_forward", grid=one_block_a_row, views=lambda *t: [*_as_segments(t[:6]), *t[6:]])
+_add_kernel = Kernel("norm_add_forward", grid=one_block_a_row, views=as_segments(4))
+_add_norm_kernel = Kernel("norm_add_norm_forward", grid=one_block_a_row, views=as_segments(6, 7))
 
 
 def norm_add_reference(branch, residual, weight, eps: float, offset: float = 0.0, rounds: str = "first") -> torch.Tensor:
@@ -52,7 +44,7 @@ def _fits(branch, residual, *weights) -> bool:
         return False
     if not SEGMENTS.reads_once(NormCall(dtype, dtype, dtype, length)) or not kernels_run_on(branch, residual, *weights):
         return False
-    return branch.numel() > 0 and "residual_norm" in launch.backend.artifacts.operations()
+    return branch.numel() > 0 and ships("residual_norm")
 
 
 def _add(

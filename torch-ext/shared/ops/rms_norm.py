@@ -11,7 +11,7 @@ from typing import Optional, Tuple
 import torch
 
 from .arguments import describe, fail, need_alike, need_floats
-from .arrays import accumulation_dtype, sum_of_rows
+from .arrays import Pair, Triple, accumulation_dtype, sum_of_rows
 from .autograd import Function, apply_function, needs_formula
 from .operators import traceable
 from .rms_norm_kernels import NormCall, family_of
@@ -21,8 +21,6 @@ __all__ = [
     "rms_norm_backward", "rms_norm_backward_reference", "rms_norm_forward", "rms_norm_recompute", "rms_norm_reference",
 ]  # fmt: skip
 
-Pair = Tuple[torch.Tensor, torch.Tensor]
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ROUNDS = ("first", "last")
 
 

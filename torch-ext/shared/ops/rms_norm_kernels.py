@@ -12,21 +12,19 @@ writes one row of partial sums, and `column_sum` adds the rows.
 """
 
 import functools
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence
 
 import torch
 
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import HALF, as_rows, column_sum, column_sum_of, new_like, split_rows
-from .rows import SEGMENT, one_block_a_sum, per_row, rows_of, segments, slabs
+from .arrays import HALF, Pair, Triple, as_rows, column_sum, column_sum_of, new_like, split_rows
+from .rows import SEGMENT, as_segments, blocks_of_rows, groups_of_columns, one_block_a_sum, per_row, rows_of, slabs
 
 __all__ = ["SEGMENTS", "NormCall", "family_of"]
 
 FLOATS = (*HALF, torch.float32)
-Pair = Tuple[torch.Tensor, torch.Tensor]
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NormCall(NamedTuple):
@@ -40,30 +38,25 @@ class NormCall(NamedTuple):
     rounds: str = "first"
 
 
-def _one_block_a_row(c, x, *_):
-    return (-(-x.shape[0] // c.get("ROWS", 1)),)
-
-
 class WholeRows:
     """Kernels on rows that one block holds, without an offset.
 
-    operation: of kernel_src; rounds: the order of rounding of its forward kernels; apply: makes y again, where there is such a kernel.
+    operation: of kernel_src; rounds: the order of rounding of its forward kernels; prefix: of the kernels' names; kinds: of kernels without
+    the residual, the preferred one first. The kernel that makes y again has one name for all.
     """
 
-    def __init__(
-        self,
-        operation: str,
-        rounds: str,
-        forward: Kernel,
-        backward: Kernel,
-        add_forward: Kernel,
-        add_backward: Kernel,
-        apply: Optional[Kernel] = None,
-    ):
+    def __init__(self, operation: str, rounds: str, prefix: str = "", kinds: Sequence[str] = ("rms_norm",)):
         self.operation, self.rounds = operation, rounds
-        self.kernels = {"forward": forward, "backward": backward, "add_forward": add_forward, "add_backward": add_backward}
-        if apply is not None:
-            self.kernels["recompute"] = apply
+        forwards: Any = {"grid": blocks_of_rows, "split": split_rows}
+        names, backwards = [f"{prefix}{kind}" for kind in kinds], [f"{prefix}{kind}_backward" for kind in kinds]
+        added, reads = f"{prefix}add_rms_norm", ("x", "weight", "rstd")
+        self.kernels = {
+            "forward": Kernel(*[f"{name}_forward" for name in names], views=as_rows(1, 3), reads=reads[:2], **forwards),
+            "backward": Kernel(*backwards, grid=one_block_a_sum, views=as_rows(3, 4), reads=("dy", *reads)),
+            "add_forward": Kernel(f"{added}_forward", views=as_rows(2, 5), reads=("residual", *reads[:2]), **forwards),
+            "add_backward": Kernel(f"{added}_backward", grid=one_block_a_sum, views=as_rows(4, 5), reads=("dy", "dtotal", *reads)),
+            "recompute": Kernel("rms_norm_apply", views=as_rows(1, 3), reads=reads[:2], **forwards),
+        }
 
     def forward(self, x, weight, eps: float, norm: NormCall) -> Pair:
         """Returns (y, rstd [rows])."""
@@ -165,31 +158,6 @@ def _parameters_fit(norm: NormCall) -> bool:
 
 
 # ---------------------------------------------------------------- rows as segments
-def _forward_views(x, weight, y, rstd):
-    n = weight.shape[0]
-    return segments(n, x), segments(n, weight), segments(n, y), rstd
-
-
-def _add_forward_views(x, residual, weight, total, y, rstd):
-    n = weight.shape[0]
-    return (*[segments(n, t) for t in (x, residual, weight, total, y)], rstd)
-
-
-def _row_means_views(dy, x, weight, rstd, means):
-    n = weight.shape[0]
-    return segments(n, dy), segments(n, x), segments(n, weight), rstd, means
-
-
-def _columns_views(*tensors):
-    *arrays, rstd, means, partial = tensors
-    n = partial.shape[-1]
-    return (*[segments(n, t) for t in arrays], rstd, means, segments(n, partial))
-
-
-def _groups_of_columns(c, *tensors):
-    return (-(-tensors[-1].shape[1] // c["PIECE"]) * tensors[-1].shape[0],)
-
-
 class Segments:
     """kernel_src/general_rms_norm.py."""
 
@@ -206,17 +174,17 @@ class Segments:
     GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
 
     def __init__(self):
-        self._forward = Kernel("general_rms_norm_forward", "general_rms_norm_long_forward", grid=_one_block_a_row, views=_forward_views)
-        self._short_forward = Kernel("general_rms_norm_rows_forward", grid=_one_block_a_row)
-        self._add_forward = Kernel("general_add_rms_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
-        self._scaled_add_forward = Kernel("scaled_add_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
-        self._apply = Kernel("general_rms_norm_apply", grid=_one_block_a_row, views=_forward_views)
+        self._forward = Kernel("general_rms_norm_forward", "general_rms_norm_long_forward", grid=blocks_of_rows, views=as_segments(3))
+        self._short_forward = Kernel("general_rms_norm_rows_forward", grid=blocks_of_rows)
+        self._add_forward = Kernel("general_add_rms_norm_forward", grid=blocks_of_rows, views=as_segments(5))
+        self._scaled_add_forward = Kernel("scaled_add_norm_forward", grid=blocks_of_rows, views=as_segments(5))
+        self._apply = Kernel("general_rms_norm_apply", grid=blocks_of_rows, views=as_segments(3))
         self._backward = Kernel("general_rms_norm_backward", grid=one_block_a_sum)
         self._short_backward = Kernel("general_rms_norm_rows_backward", grid=one_block_a_sum)
         self._add_backward = Kernel("general_add_rms_norm_backward", grid=one_block_a_sum)
-        self._row_means = Kernel("general_rms_norm_row_means", grid=_one_block_a_row, views=_row_means_views)
-        self._columns = Kernel("general_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
-        self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
+        self._row_means = Kernel("general_rms_norm_row_means", grid=blocks_of_rows, views=as_segments(3, 4))
+        self._columns = Kernel("general_rms_norm_columns_backward", grid=groups_of_columns, views=as_segments(4, 5))
+        self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=groups_of_columns, views=as_segments(5, 6))
 
     def takes(self, norm: NormCall, step: str) -> bool:
         """See `WholeRows.takes`."""
@@ -300,39 +268,8 @@ class Segments:
 
 
 # ---------------------------------------------------------------- the families
-ROWS = Rows(
-    "rms_norm",
-    "first",
-    Kernel(
-        "rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward",
-        grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows,
-    ),
-    Kernel(
-        "rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward",
-        grid=one_block_a_sum, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"),
-    ),
-    Kernel("add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows),
-    Kernel(
-        "add_rms_norm_backward", grid=one_block_a_sum, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
-    ),
-    Kernel("rms_norm_apply", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
-)  # fmt: skip
-ONE_TILE = OneTile(
-    "round_last_rms_norm",
-    "last",
-    Kernel("round_last_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
-    Kernel(
-        "round_last_rms_norm_backward", grid=one_block_a_sum, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd")
-    ),
-    Kernel(
-        "round_last_add_rms_norm_forward",
-        grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows,
-    ),
-    Kernel(
-        "round_last_add_rms_norm_backward",
-        grid=one_block_a_sum, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd"),
-    ),
-)  # fmt: skip
+ROWS = Rows("rms_norm", "first", kinds=("rms_norm", "rms_norm_rows", "rms_norm_any"))
+ONE_TILE = OneTile("round_last_rms_norm", "last", "round_last_")
 SEGMENTS = Segments()
 FAMILIES = (ROWS, SEGMENTS, ONE_TILE)
 

@@ -11,7 +11,7 @@ from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from . import head_norm_kernels
 from .arguments import describe, fail, need_device, need_floats
-from .arrays import column_sum, new_like
+from .arrays import Four, Pair, column_sum, new_like
 from .autograd import Function, apply_function, needs_formula
 from .head_norm_kernels import flat_heads
 from .operators import traceable
@@ -24,9 +24,7 @@ __all__ = [
     "rotary_backward_into", "rotary_forward", "rotate_checked",
 ]  # fmt: skip
 
-Pair = Tuple[torch.Tensor, torch.Tensor]
 NARROWED = (torch.bfloat16,)  # half precision with kernels for weights and angles in fp32
-Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _table(angles: torch.Tensor) -> torch.Tensor:
@@ -179,21 +177,14 @@ def _norm_backward(
     A weight's gradient is empty where it is not needed."""
     outs = new_like(q), new_like(k)
     needs = need_q_weight, need_k_weight, offset, rotary_dim
-    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, *needs))
-
-
-def norm_backward_into(
-    outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset=0.0, rotary_dim=0
-) -> Pair:
-    """Computes `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
-    tensors = dq, dk, q, k, q_weight, k_weight, cos, sin
-    return _norm_backward_into(*outs, *tensors, eps, need_q_weight, need_k_weight, offset, rotary_dim)
+    return (*outs, *norm_backward_into(*outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, *needs))
 
 
 @replayed
-def _norm_backward_into(
+def norm_backward_into(
     q_out, k_out, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset, rotary_dim
 ) -> Pair:
+    """Computes `qk_norm_rotary_backward`, with the gradients of q and k written to the first two; returns those of the weights."""
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     tensors = q, k, q_weight, k_weight, cos, sin
     if offset or rotary_dim not in (0, q.shape[-1]) or not _fused_heads(*tensors, dq, dk):

@@ -1,14 +1,11 @@
 """Rotary position embedding in PyTorch, which every kind of tensor and every transform takes; alone, and with the norms of the heads."""
 
-from typing import Tuple
-
 import torch
 
+from .arrays import Pair
 from .rms_norm import rms_norm_reference
 
 __all__ = ["of_part", "qk_norm_rotary_reference", "rotary_backward_reference", "rotary_reference"]
-
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 def _full_width(table: torch.Tensor, head_dim: int) -> torch.Tensor:

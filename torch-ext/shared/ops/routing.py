@@ -36,21 +36,14 @@ class Routing(NamedTuple):
     ends: torch.Tensor
 
 
-class _Sorting(NamedTuple):
-    """The kernels that count and place pairs of at most so many experts. pairs: of a chunk."""
-
-    counts: Kernel
-    order: Kernel
-    pairs: int
-
-
 @functools.lru_cache(maxsize=None)
-def _sorting_of(room: int) -> _Sorting:
+def _sorting_of(room: int) -> Tuple[Kernel, Kernel, int]:
+    """The kernels that count and place pairs of at most so many experts, and the pairs of a chunk."""
     counts, order = (Kernel(name, grid=_chunks_grid, where={"EXPERTS": room}) for name in ("expert_counts", "expert_order"))
-    return _Sorting(counts, order, order.constant("PAIRS"))
+    return counts, order, order.constant("PAIRS")
 
 
-def _sorting_for(experts: int, pairs: int = 0) -> Optional[_Sorting]:
+def _sorting_for(experts: int, pairs: int = 0) -> Optional[Tuple[Kernel, Kernel, int]]:
     """None where no kernel has room for so many experts, and where PyTorch sorts so many pairs faster."""
     if pairs * experts > COMPARISONS:
         return None
@@ -66,14 +59,15 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
     sorting = _sorting_for(experts, expert.numel()) if expert.numel() and kernels_run_on(expert) else None
     if sorting is None:
         return route_reference(expert, experts)
+    count, place, chunk = sorting
     pairs = expert.reshape(-1).contiguous()  # a view of ids that are not side by side stays one
     rows = pairs.shape[0]
     integers: Dict[str, Any] = {"dtype": torch.int32, "device": expert.device}
-    counts, totals, ends = (torch.empty(shape, **integers) for shape in ((-(-rows // sorting.pairs), experts), experts, experts))
+    counts, totals, ends = (torch.empty(shape, **integers) for shape in ((-(-rows // chunk), experts), experts, experts))
     order, position = torch.empty_like(pairs), torch.empty(rows, **integers)
-    sorting.counts(pairs, counts)
+    count(pairs, counts)
     _sums_kernel(counts, totals)
-    sorting.order(pairs, counts, totals, order, position, ends)
+    place(pairs, counts, totals, order, position, ends)
     return Routing(order, position.view(expert.shape), ends)
 
 

@@ -9,7 +9,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .arrays import aligned, new_like
+from .arrays import Pair, aligned, new_like
 from .head_norm_kernels import flat_heads, gradients_by, launches_of, shipped
 
 __all__ = ["backward_into", "forward", "takes"]
@@ -17,7 +17,6 @@ __all__ = ["backward_into", "forward", "takes"]
 OPERATION = "row_norm_rotary"
 BLOCKS_PER_SM = 2  # in the backward pass
 OF_A_ROW = 8  # heads whose time a row takes whatever its heads are
-Pair = Tuple[torch.Tensor, torch.Tensor]
 
 _forward_kernel = Kernel("row_norm_rotary_forward", grid=lambda c, q, *_: (2 * q.shape[0],))
 _backward_kernel = Kernel("row_norm_rotary_backward", grid=lambda c, *tensors: (sum(t.shape[0] for t in tensors[-2:]),))

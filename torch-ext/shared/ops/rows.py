@@ -1,6 +1,6 @@
 """Rows and parameters as the kernels of kernel_src/segments.py take them."""
 
-from typing import Iterator, Sequence, Tuple
+from typing import Callable, Iterator, List, Sequence, Tuple
 
 import torch
 
@@ -8,8 +8,8 @@ from ..runtime.device import kernels_run_on
 from .arrays import HALF, SLAB, aligned, unit_stride
 
 __all__ = [
-    "SEGMENT", "blocks_of_pieces", "blocks_of_rows", "kernels_take", "one_block_a_row", "one_block_a_sum", "per_row", "rows_of", "segments",
-    "slabs",
+    "SEGMENT", "as_segments", "blocks_of_pieces", "blocks_of_rows", "groups_of_columns", "kernels_take", "one_block_a_row",
+    "one_block_a_sum", "per_row", "rows_of", "slabs",
 ]  # fmt: skip
 
 SEGMENT = 64  # of kernel_src/segments.py
@@ -31,10 +31,14 @@ def rows_of(x: torch.Tensor, length: int) -> torch.Tensor:
     return unit_stride(rows) if length % SEGMENT else aligned(rows)
 
 
-def segments(length: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The last dimension of a tensor, of `length` elements, as segments."""
-    segment = 1 if length % SEGMENT else SEGMENT
-    return tensor.unflatten(-1, (length // segment, segment))
+def as_segments(*others: int) -> Callable[..., List[torch.Tensor]]:
+    """Makes the `views` of a kernel on rows: each tensor's last dimension as segments, but as they are those at the positions `others`."""
+
+    def segments(tensor: torch.Tensor) -> torch.Tensor:
+        segment = 1 if tensor.shape[-1] % SEGMENT else SEGMENT
+        return tensor.unflatten(-1, (tensor.shape[-1] // segment, segment))
+
+    return lambda *tensors: [t if i in others else segments(t) for i, t in enumerate(tensors)]
 
 
 def slabs(*rows: torch.Tensor) -> Iterator[slice]:
@@ -53,13 +57,18 @@ def one_block_a_row(c, x, *_) -> Tuple[int]:
 
 
 def blocks_of_rows(c, x, *_) -> Tuple[int]:
-    """One block for every ROWS rows."""
-    return (-(-x.shape[0] // c["ROWS"]),)
+    """One block for every ROWS rows, or for each where the kernel has no such constant."""
+    return (-(-x.shape[0] // c.get("ROWS", 1)),)
 
 
 def blocks_of_pieces(c, x, *_) -> Tuple[int]:
     """One block for every TILE elements of a row."""
     return (x.shape[0] * -(-x.shape[1] // c["TILE"]),)
+
+
+def groups_of_columns(c, *tensors) -> Tuple[int]:
+    """One block for every PIECE segments of each row of the last tensor, in which it leaves its sums."""
+    return (-(-tensors[-1].shape[-2] // c["PIECE"]) * tensors[-1].shape[0],)
 
 
 def one_block_a_sum(c, *tensors) -> Tuple[int]:

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from ..runtime.device import kernels_run_on
 from ..runtime.replay import replayed
 from .arguments import describe, fail, need_alike, need_floats
-from .arrays import ElementwiseKernel, accumulation_dtype, aligned, new_like
+from .arrays import ElementwiseKernel, Triple, accumulation_dtype, aligned, new_like
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .autograd import Function, apply_function, autocasts, needs_formula
 from .neighbours import side_by_side
@@ -17,8 +17,6 @@ from .operators import traceable
 from .second_run import Rest, apply_in_parts, unfinished
 
 __all__ = ["are_few", "backward_in_place", "check_mlp", "mlp", "swiglu", "swiglu_forward", "swiglu_reference"]
-
-Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 _forward_kernel = ElementwiseKernel("swiglu_forward", "swiglu_any_forward")

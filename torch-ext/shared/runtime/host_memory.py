@@ -4,10 +4,11 @@ On a GPU the copies run on a stream of their own (`Lane`), one for each device, 
 same code copies at once. The host's memory is pinned as far as a limit allows, and pageable beyond it, whose copies the device waits for.
 """
 
+import functools
 import os
 import threading
 import warnings
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -65,14 +66,10 @@ class CudaLane(Lane):
         tensor.record_stream(self.copies)
 
 
-_lanes: Dict[torch.device, Lane] = {}
-
-
+@functools.lru_cache(maxsize=None)
 def lane_of(device: torch.device) -> Lane:
     """The lane of a device."""
-    if device not in _lanes:
-        _lanes[device] = CudaLane(device) if device.type == "cuda" else Lane()
-    return _lanes[device]
+    return CudaLane(device) if device.type == "cuda" else Lane()
 
 
 def _read(path: str, name: str = "") -> Optional[int]:
@@ -149,10 +146,6 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
 
 
-def _bytes_of(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    return _in_memory(tensor).view(-1).view(torch.uint8).split_with_sizes(list(sizes))
-
-
 class Away:
     """One tensor in the host's memory. What it was made of stays on the device until `settle`.
 
@@ -184,7 +177,7 @@ class Away:
             self.lane.hold(numbers)
 
     def _copies(self, numbers: torch.Tensor, out: bool) -> List[Copy]:
-        pairs = zip(self.blocks, _bytes_of(numbers, self.sizes)) if self.sizes else ()
+        pairs = zip(self.blocks, _in_memory(numbers).view(-1).view(torch.uint8).split_with_sizes(self.sizes)) if self.sizes else ()
         return [pair if out else pair[::-1] for pair in pairs]
 
     def settle(self) -> None:
