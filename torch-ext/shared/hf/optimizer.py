@@ -152,7 +152,7 @@ class _Plan:
                 large.setdefault(ours[0].get_device(), []).append(place)
                 continue
             _check_shapes(row)
-            if ordinary and ours[0].is_cuda and param.is_floating_point() and _of_one_dtype(ours):
+            if ordinary and ours[0].is_cuda and param.is_floating_point() and len({tensor.dtype for tensor in ours}) == 1:
                 fused.setdefault((ours[0].device, ours[0].dtype), []).append(place)
             else:
                 self._others.append(place)
@@ -284,17 +284,9 @@ def _columns(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator
     return ([tensors[4 * place + i] for place in places] for i in range(4))
 
 
-def _of_one_dtype(tensors) -> bool:
-    param, grad, exp_avg, exp_avg_sq = tensors
-    return param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
-
-
 def _check_shapes(tensors) -> None:
     """Raises ValueError for a gradient or an average of another shape than its parameter."""
-    param, grad, exp_avg, exp_avg_sq = tensors
-    shape = param.shape
-    if grad.shape == exp_avg.shape == exp_avg_sq.shape == shape:
-        return
+    shape = tensors[0].shape
     for name, tensor in zip(("gradient", "exp_avg", "exp_avg_sq"), tensors[1:]):
         if tensor.shape != shape:
             fail(f"the {name} of a parameter", f"of shape {list(tensor.shape)}", f"the parameter's shape {list(shape)}")

@@ -42,6 +42,7 @@ from .defaults import (
     EAGER,
     MAKERS,
     MASKING,
+    MODELING,
     STORED,
     are_defaults_own,
     exchange_of,
@@ -63,16 +64,12 @@ __all__ = [
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
-OFFERED = SAVED + "attention"  # on an interface of transformers: by package, the function that it offers there under our name
 
 _decoders: set = set()  # classes of models without a head that packages know
-_choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
 
 
-def _interfaces():
-    """(interface of transformers, our function) of those that are imported."""
-    found = ("AttentionInterface", "transformers.modeling_utils", attention_forward), ("AttentionMaskInterface", MASKING, visible_mask)
-    return [(getattr(sys.modules[module], name), ours) for name, module, ours in found if module in sys.modules]
+# (module of transformers, interface there, our function)
+INTERFACES = (MODELING, "AttentionInterface", attention_forward), (MASKING, "AttentionMaskInterface", visible_mask)
 
 
 def register_attention(*decoders: Any, causal: bool = True) -> None:
@@ -83,8 +80,8 @@ def register_attention(*decoders: Any, causal: bool = True) -> None:
         TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
     MAKERS.update((decoder.config_class, mask_makers(decoder)) for decoder in decoders)
     EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
-    for interface, ours in _interfaces():
-        offer(interface, OFFERED, ATTENTION, ours, __name__)
+    for module, interface, ours in INTERFACES:
+        offer(module, interface, ATTENTION, ours, __name__)
 
 
 def unregister_attention(modules: Iterable = ()) -> None:
@@ -92,8 +89,8 @@ def unregister_attention(modules: Iterable = ()) -> None:
     modules still names it."""
     asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
     give_exchange_back()
-    for interface, _ in _interfaces():
-        withdraw(interface, OFFERED, ATTENTION, __name__, lambda: asked)
+    for module, interface, _ in INTERFACES:
+        withdraw(module, interface, ATTENTION, __name__, lambda: asked)
 
 
 def head_dim_of(config) -> Optional[int]:
@@ -223,25 +220,23 @@ def _own(config):
     return made
 
 
+@functools.lru_cache(maxsize=None)
 def _class_of_ours(cls: Any) -> type:
     """The class of a configuration that answers for one of a class. All who ask see that class, and copies are of it again."""
-    made = _choosing.get(cls)
-    if made is None:
-        names: dict = {
-            "__slots__": (CHOICE,),
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            STORED: property(_implementation, _ask_for),
-            "_attn_implementation": property(_implementation, cls._attn_implementation.fset),
-            # transformers up to 5.20 notes there that it has set this configuration, and sets it no second time.
-            "_attn_was_changed": property(_absent, lambda self, value: None),
-            "__eq__": lambda self, other: _own(self) == _own(other),
-            "__hash__": None,
-            "__copy__": lambda self: copy.copy(_own(self)),
-            "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((_own(self),),)),
-        }
-        made = _choosing[cls] = type(cls.__name__, (cls,), names)
-    return made
+    names: dict = {
+        "__slots__": (CHOICE,),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        STORED: property(_implementation, _ask_for),
+        "_attn_implementation": property(_implementation, cls._attn_implementation.fset),
+        # transformers up to 5.20 notes there that it has set this configuration, and sets it no second time.
+        "_attn_was_changed": property(_absent, lambda self, value: None),
+        "__eq__": lambda self, other: _own(self) == _own(other),
+        "__hash__": None,
+        "__copy__": lambda self: copy.copy(_own(self)),
+        "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((_own(self),),)),
+    }
+    return type(cls.__name__, (cls,), names)
 
 
 def watch_attention(model) -> _State:
@@ -251,7 +246,7 @@ def watch_attention(model) -> _State:
     state = getattr(config, CHOICE, None)
     if state is None or state.decoder() is not model:
         config = _own(config)
-        ours: Any = object.__new__(_class_of_ours(type(config)))
+        ours: Any = object.__new__(_class_of_ours(type(config)))  # type: ignore[arg-type]
         state = _State(config, model)
         object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
         object.__setattr__(ours, CHOICE, state)

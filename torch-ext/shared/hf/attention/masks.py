@@ -83,12 +83,6 @@ def padding_of(mask: torch.Tensor) -> int:
     return int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
 
 
-def lets_padding_see(config) -> bool:
-    """Tells whether a configuration is one of a decoder without a row that uses our attention without having asked for it by name: what it
-    returns for padding may be read."""
-    return is_chosen(config) and getattr(config, CHOICE).read
-
-
 def is_chosen(config) -> bool:
     """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
     state = getattr(config, CHOICE, None)
@@ -220,7 +214,8 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         # Padding after a row's tokens sees them in transformers, and would see nothing here. Padding in front of them sees nothing, which
         # gives zeros, but the mean of all values in eager attention.
         seeing = kind == BESIDE or (kind == BEFORE and averages)
-        sees = kind == BESIDE and lets_padding_see(config) and rule.packed is None and not averages
+        read = is_chosen(config) and getattr(config, CHOICE).read  # what a decoder without a row returns for padding may be read
+        sees = kind == BESIDE and read and rule.packed is None and not averages
         unknown = kind == BETWEEN or (seeing and is_chosen(config) and not sees)
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
     visible = Visible(arguments, rule, padding, seeing=sees)

@@ -204,7 +204,7 @@ class ReplayedPass:
             self.kind.model.current = None
             return None
         self.next += 1
-        if self.outputs.all_taken:
+        if self.outputs.taken == len(self.outputs.outputs):
             self.outputs = None
         return output
 

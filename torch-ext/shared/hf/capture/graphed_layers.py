@@ -331,10 +331,6 @@ class ReplayedOutputs:
         self.handover = Handover(output, kwargs)
         return output
 
-    @property
-    def all_taken(self) -> bool:
-        return self.taken == len(self.outputs)
-
 
 class _Planned(Visible):
     """Stands in a recorded layer for the `Visible` of a pass. Its plan lies where the graphs read it."""

@@ -8,7 +8,7 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ..parts.facts import NotServed, arguments_of, forward_text
+from ..parts.facts import NotServed, arguments_of, attribute_of, forward_text
 from ..parts.texts import text_that_runs
 from .calls import kind_of
 
@@ -35,16 +35,16 @@ def around_of(modules: Sequence[nn.Module], argument: str) -> Optional[Around]:
     except NotServed:
         return None
     nodes = sorted(_expressions(text.node), key=lambda node: (node.lineno, node.col_offset))
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _of(node.func, me)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and attribute_of(node.func, me)]
     output = _last(text.node, me)
     held = {name: part for module in modules for name, part in module._modules.items() if part is not None}
-    inputs = [_of(node.func, me) for node in calls if [*map(ast.unparse, node.args)] == [argument] and not node.keywords]
+    inputs = [attribute_of(node.func, me) for node in calls if [*map(ast.unparse, node.args)] == [argument] and not node.keywords]
     mine = tuple(name for name in inputs if name in held)  # of what no module has, the call is in a branch that is never taken
     if not mine or output not in held or any(kind_of(held[name]) != "linear" for name in (*mine, output)):
         return None
     asked = sum(isinstance(node, ast.Attribute) and _is(node.value, argument) and node.attr in ASKED for node in nodes)
     absent = [node.left for node in nodes if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot))]
-    read = [_of(node, me) for node in nodes if _of(node, me) and node not in absent]
+    read = [attribute_of(node, me) for node in nodes if attribute_of(node, me) and node not in absent]
     if sum(_is(node, argument) for node in nodes) != len(inputs) + asked or any(read.count(name) != 1 for name in (*mine, output)):
         return None
     methods = {name for name in read if hasattr(type(modules[0]), name) and name not in held}
@@ -61,11 +61,6 @@ def _is(node, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _of(node, me: str) -> str:
-    """The name of an attribute of the module itself; "" for all else."""
-    return node.attr if isinstance(node, ast.Attribute) and _is(node.value, me) else ""
-
-
 def _method(cls: type, name: str) -> Any:
     """The syntax tree of a method, or of a property; None where that is not known."""
     found = inspect.getattr_static(cls, name)
@@ -76,8 +71,8 @@ def _method(cls: type, name: str) -> Any:
 def _leaves_alone(node, names: Sequence[str]) -> bool:
     """Tell whether a method writes nothing to its module, and, other than the forward, reads none of some attributes."""
     me = node.args.args[0].arg
-    found: List[Any] = [part for part in _expressions(node) if _of(part, me) or _is(part, me)]
-    reads = node.name != "forward" and any(_of(part, me) in names for part in found)
+    found: List[Any] = [part for part in _expressions(node) if attribute_of(part, me) or _is(part, me)]
+    reads = node.name != "forward" and any(attribute_of(part, me) in names for part in found)
     return not reads and all(isinstance(part.ctx, ast.Load) for part in found)
 
 
@@ -91,4 +86,4 @@ def _last(node, me: str) -> str:
         named = next((part for part in reversed(body) if any(_is(each, value.id) for each in ast.walk(part))), None)
         plain = isinstance(named, ast.Assign) and [*map(ast.unparse, named.targets)] == [value.id]
         value = named.value if plain else None  # type: ignore[union-attr]
-    return _of(value.func, me) if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords else ""
+    return attribute_of(value.func, me) if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords else ""

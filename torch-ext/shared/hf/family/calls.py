@@ -3,7 +3,7 @@
 import ast
 import inspect
 from types import FunctionType, MethodType
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -93,21 +93,11 @@ class Calls:
     handed: Dict[str, "Handed"]
     factors: Dict[str, Any]
     rotary: Any = None
-
-    def _value(self, node, env) -> Any:
-        raise NotImplementedError
-
-    def _several(self, nodes, env) -> List[Any]:
-        raise NotImplementedError
-
-    def _read(self, owner, name: str, node) -> Any:
-        raise NotImplementedError
-
-    def _fact(self, value, path: Path) -> Fact:
-        raise NotImplementedError
-
-    def _body(self, node, function: FunctionType, given: Dict[str, Any]) -> Any:
-        raise NotImplementedError
+    _value: Callable[..., Any]
+    _several: Callable[..., List[Any]]
+    _read: Callable[..., Any]
+    _fact: Callable[..., Fact]
+    _body: Callable[..., Any]
 
     def _refused(self, node, why: str) -> NotServed:
         return refused(self.text, node, why)

@@ -146,16 +146,13 @@ class Evaluator(Calls):
     def _value(self, node, env) -> Any:
         if self._reading is None and isinstance(node, (ast.Compare, ast.BoolOp)):
             return self._read_in(node, env)[0]
-        value = self._evaluated(node, env)
-        if self._reading is not None and isinstance(value, Fact) and value.path and not is_config(value.value):
-            self._reading.append(value)
-        return value
-
-    def _evaluated(self, node, env) -> Any:
         evaluate = getattr(self, f"_{type(node).__name__.lower()}", None)
         if evaluate is None:
             raise self._refused(node, "has an expression that is not followed")
-        return evaluate(node, env)
+        value = evaluate(node, env)
+        if self._reading is not None and isinstance(value, Fact) and value.path and not is_config(value.value):
+            self._reading.append(value)
+        return value
 
     def _constant(self, node, env) -> Any:
         return Fact(node.value)

@@ -14,7 +14,7 @@ from ...runtime.device import PLAIN
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import weight_or_codes
 from ..parts.lookups import replaced_below
-from ..parts.modules import SAVED, is_silu, is_transformers_own, original_forward
+from ..parts.modules import is_silu, is_transformers_own, original_forward
 from ..parts.offers import offer, withdraw
 
 __all__ = ["MOE", "WEIGHTS", "experts_forward", "experts_gate", "experts_or_reason", "is_default", "register_experts", "unregister_experts"]
@@ -22,7 +22,6 @@ __all__ = ["MOE", "WEIGHTS", "experts_forward", "experts_gate", "experts_or_reas
 WEIGHTS = "gate_up_proj", "down_proj"
 MOE = "transformers.integrations.moe"
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
-OFFERED = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
 
 
 def experts_gate(layer):
@@ -109,24 +108,12 @@ def experts_implementation(layer, hidden, index, scores):
     return sys.modules[MOE].grouped_mm_experts_forward(layer, hidden, index, scores)
 
 
-def _interface():
-    """transformers' table of implementations of experts, or None where it has none or is not imported."""
-    return getattr(sys.modules.get(MOE), "ExpertsInterface", None)
-
-
 def register_experts() -> None:
     """Makes experts_implementation="bastile" a choice when a model is loaded."""
-    interface = _interface()
-    if interface is not None:
-        offer(interface, OFFERED, EXPERTS, experts_implementation, __name__)
+    offer(MOE, "ExpertsInterface", EXPERTS, experts_implementation, __name__)
 
 
 def unregister_experts(modules: Iterable) -> None:
     """Takes the choice back, unless another package offers it too or one of the modules still asks for it."""
-    interface = _interface()
-    if interface is not None:
-        withdraw(interface, OFFERED, EXPERTS, __name__, lambda: any(_asks_for_ours(module) for module in modules))
-
-
-def _asks_for_ours(module) -> bool:
-    return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS
+    asked = (getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS for module in modules)
+    withdraw(MOE, "ExpertsInterface", EXPERTS, __name__, lambda: any(asked))

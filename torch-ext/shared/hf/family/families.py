@@ -16,7 +16,7 @@ from .forwards import rotary_pos_emb
 from .head import Head
 
 __all__ = [
-    "LOSS", "Families", "Family", "LayerNorms", "Mixer", "Scored", "Sparse", "Targets", "Vision", "head_of", "hub_names_of", "names_of",
+    "LOSS", "Families", "Family", "LayerNorms", "Mixer", "Scored", "Sparse", "Targets", "Vision", "head_of", "names_of",
 ]  # fmt: skip
 
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
@@ -184,17 +184,9 @@ class Family(NamedTuple):
         """The class of the norms; "" where it is PyTorch's."""
         return self.norm_name and f"{self.prefix}{self.norm_name}"
 
-    def head(self, config) -> Head:
-        """What a causal LM of the family makes of its logits before the loss."""
-        return head_of(config, self.divisor, self.softcap)
-
     def of_positions(self) -> bool:
         """Whether transformers tells decoder layers and their masks the position_ids."""
         return "position_ids" in self.takes
-
-    def has_common_rotary(self) -> bool:
-        """Whether the rotary embedding is that of most families: halves of a whole head, in the angles' dtype."""
-        return self.rotary == "halves" and not self.partial and not self.narrow
 
     def causal_lm(self) -> str:
         """The class whose forward computes the loss."""
@@ -260,11 +252,6 @@ class Targets(NamedTuple):
 
 
 Families = Sequence[Targets]  # of a package
-
-
-def hub_names_of(families: Families) -> Mapping[str, Type[nn.Module]]:
-    """Each layer of a package by the name that `kernels` knows it by."""
-    return {name: layer for targets in families for name, layer in targets.hub_names.items()}
 
 
 def names_of(families: Families) -> str:

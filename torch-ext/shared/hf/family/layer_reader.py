@@ -113,14 +113,6 @@ def _is_pair(op: Op, kind: str) -> bool:
     return op.kind == "add" and [each.kind for each in op.of] == [kind, kind] and op.of[0].of == op.of[1].of
 
 
-class _Frame(NamedTuple):
-    """Both branches, and whether the second reads what the layer gets, as the first does."""
-
-    first: _Branch
-    last: _Branch
-    parallel: bool
-
-
 def _terms(op: Op) -> List[Op]:
     """Returns the terms of a sum."""
     return [term for each in op.of for term in _terms(each)] if op.kind == "add" else [op]
@@ -133,8 +125,9 @@ def _holds(op: Op, kind: str) -> bool:
     return op.kind == kind or _is_pair(op, kind)
 
 
-def _frame(op: Op) -> Optional[_Frame]:
-    """Takes apart the sum of the residual stream and both branches; None for another sum."""
+def _frame(op: Op) -> Optional[Tuple[_Branch, _Branch, bool]]:
+    """Takes apart the sum of the residual stream and both branches: (these, whether the second reads what the layer gets, as the first
+    does); None for another sum."""
     terms = _terms(op)
     first, last = ([each for each in terms if _holds(each, kind)] for kind in ("attention", "block"))
     pair = Op("add", None, tuple(last))
@@ -146,7 +139,7 @@ def _frame(op: Op) -> Optional[_Frame]:
     between = commutes("add", INPUT, first[0])
     if branches[0].of != INPUT or branches[1].of not in (INPUT, between) or (branches[1].of == between and between not in op.of):
         return None
-    return _Frame(*branches, branches[1].of == INPUT)
+    return (*branches, branches[1].of == INPUT)
 
 
 def _sums(op: Op) -> List[Op]:

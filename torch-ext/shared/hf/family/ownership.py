@@ -10,7 +10,7 @@ from types import CellType, FunctionType, MethodType
 from torch import nn
 
 from ..parts.binding import BoundForward
-from ..parts.lookups import ROTARY, is_by, name_of
+from ..parts.lookups import ROTARY, function_in, is_by, name_of
 from ..parts.modules import (
     FSDP2,
     LAYER,
@@ -20,7 +20,6 @@ from ..parts.modules import (
     is_called_as_usual,
     is_defined_by,
     is_marked,
-    is_own_rotary,
     is_transformers_own,
     marked,
     own_class,
@@ -152,7 +151,8 @@ def stranger(targets: Targets, name):
     current = vars(sys.modules[targets.module_of(name)])[name]
     if name == ROTARY:
         forward = type(current).forward if isinstance(current, nn.Module) else current
-        return "" if is_marked(forward) or is_own_rotary(current, targets.modeling, ROTARY) else f"{name} is {name_of(current)}"
+        own = is_marked(forward) or is_transformers_own(function_in(current), targets.modeling, ROTARY)
+        return "" if own else f"{name} is {name_of(current)}"
     if current is not class_of(targets, name):
         return f"{name} is {name_of(current)}"
     return class_stranger(current)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...decoder.norms import norm_reference
 from ...decoder.spec import Norm
-from ..parts.facts import ForwardText, NotServed, forward_text, refused
+from ..parts.facts import ForwardText, NotServed, attribute_of, forward_text, refused
 from ..parts.lookups import ROTARY, function_in
 from ..parts.modules import original_forward, runs_torchs
 from ..parts.texts import text_that_runs
@@ -59,19 +59,19 @@ def check_plain(
         test: Any = getattr(node, "test", None)
         if isinstance(test, ast.Compare) and all(isinstance(each, ast.Constant) for each in test.comparators):
             test = test.left
-        followed = isinstance(node, ast.If) and _is_of(test, me) and test.attr in flags
+        followed = isinstance(node, ast.If) and attribute_of(test, me) in flags
         if followed and test is not node.test:
             decided.append(node.test)
         around = isinstance(node, ast.With) and all(map(skips, node.items))
         of_autocast = isinstance(node, ast.If) and ast.unparse(node.test).removeprefix("not ") == "torch.is_autocast_enabled()"
         if isinstance(node, BRANCHES) and not (followed or around or node in decided or (of_autocast and calls is OF_NORMS)):
             raise refused(found, node, "branches")
-        if _is_of(node, me) and node.attr not in reads:
+        if attribute_of(node, me) and node.attr not in reads:
             own = inspect.getattr_static(cls, node.attr, None)
             if not isinstance(own, FunctionType):
                 raise refused(found, node, "reads more of its module")
             check_plain(own, f"{name}, {node.attr}", reads, flags, cls, calls, skips)
-        elif isinstance(node, ast.Call) and not _is_of(node.func, me):
+        elif isinstance(node, ast.Call) and not attribute_of(node.func, me):
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             other = function.__globals__.get(called) if isinstance(node.func, ast.Name) else None
             if isinstance(other, FunctionType) and other.__globals__ is function.__globals__ and other is not function:
@@ -87,11 +87,6 @@ def _parts_of(nodes: Sequence[Any], skips: Callable[[Any], bool]) -> Iterator[An
         if not skips(node):
             yield node
             yield from _parts_of([*ast.iter_child_nodes(node)], skips)
-
-
-def _is_of(node, me: Optional[str]) -> bool:
-    """Whether a node reads an attribute of the module."""
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
 
 
 def is_of_autocast(node) -> bool:

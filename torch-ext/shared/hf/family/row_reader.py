@@ -12,7 +12,7 @@ from torch import nn
 from ..parts.explanation import Reason
 from ..parts.facts import Fact, NotServed, Path, follow
 from ..parts.lookups import ROTARY
-from ..parts.modules import ACTIVATION_CLASSES, ACTIVATIONS, original_forward
+from ..parts.modules import ACTIVATION_CLASSES, original_forward
 from .arguments import former
 from .around import Around, around_of
 from .calls import ARGUMENT, COS, SIN, argument_names, kind_of
@@ -190,18 +190,12 @@ def _mlp(reading: Reading, index: int, at: Path) -> Facts:
         gate_up = (gate.of[0].name,)
     else:
         raise NotServed(f"{found.text.name} returns {op}")
-    activation = "silu" if act.kind == "silu" else _activation(module._modules[act.name])
+    activation = "silu" if act.kind == "silu" else ACTIVATION_NAMES.get(type(module._modules[act.name]).__name__, "")
     if activation not in (GATED if gated else {*ACTIVATION_NAMES.values()}):
         raise NotServed(f"{found.text.name} has the activation {type(module._modules[act.name]).__name__}")
     reading.keep(at, found)
     name = argument_names(original_forward(module))[0]
     return {"gate_up": gate_up, "down": op.name, "act": act.name or "", "activation": activation, "mlp_argument": name, "gated": gated}
-
-
-def _activation(module: Any) -> str:
-    """The name of the function that an activation module computes; "" for an unknown module."""
-    known = type(module).__module__ in (ACTIVATIONS, "torch.nn.modules.activation")
-    return ACTIVATION_NAMES.get(type(module).__name__, "") if known else ""
 
 
 def _sparse(reading: Reading, index: int, at: Path, beside: str) -> Sparse:

@@ -10,7 +10,7 @@ import torch
 from ...decoder.spec import Norm
 from ..family.arguments import forward_of
 from ..family.experts import experts_forward
-from ..family.families import Family, Vision
+from ..family.families import Family, Vision, head_of
 from ..family.forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
 from ..family.probes import flags_of
 from ..layer.checkpointing import checkpointed
@@ -164,6 +164,6 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     names += ["output_router_logits"] if family.routed or family.sparse is not None else []
 
     def run(self, given):
-        return causal_lm_forward(self, family.head(self.config), **given)
+        return causal_lm_forward(self, head_of(self.config, family.divisor, family.softcap), **given)
 
     return _layer("CausalLM", forward_of([*names, "logits_to_keep"], run))

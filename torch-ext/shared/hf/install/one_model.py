@@ -139,7 +139,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
         import transformers
 
         names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
-        strangers = patching.present(*(ownership.stranger(targets, name) or None for name in names))
+        strangers = filter(None, (ownership.stranger(targets, name) for name in names))
         subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, ownership.class_of(targets, each))})
         advice = f"Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
         if subclasses:
@@ -259,13 +259,10 @@ def capture(families: Families, model, *told):
     return model
 
 
-def _has_row(layer) -> bool:
-    return ownership.runs_ours(layer) and read_of(layer) is None
-
-
 def _layers_that_were_read(model) -> List[nn.Module]:
     """The layers of a model without a row, none where there are no such. Raises TypeError where a graph might not do what they do."""
-    decoders = [decoder for decoder in decoders_in(model) if any(map(read_of, decoder.layers)) and not any(map(_has_row, decoder.layers))]
+    with_read = [decoder for decoder in decoders_in(model) if any(map(read_of, decoder.layers))]
+    decoders = [each for each in with_read if all(read_of(layer) or not ownership.runs_ours(layer) for layer in each.layers)]
     if not decoders:
         return []
     whose = [read_of(layer) for decoder in decoders for layer in decoder.layers]

@@ -29,7 +29,7 @@ from ..capture import capture as graphs
 from ..capture.asked_each_pass import answer_for_adapters, answer_for_class, take_back_from_adapters, take_back_from_class
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
-from ..family.families import LOSS, Families, Targets, hub_names_of
+from ..family.families import LOSS, Families, Targets
 from ..family.options import DEFAULTS, Settings, entries_of
 from ..family.versions import Unfit, by_argument, modeling_of, note, unfit_texts
 from ..layer import offload as offload_of
@@ -46,8 +46,8 @@ from ..parts.modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_trans
 from ..parts.wrapped import put
 
 __all__ = [
-    "FoundFamily", "classes_with_losses", "get_patched_ops", "mapping", "noted_on_layers", "patch_classes", "prepare", "present",
-    "register", "reset", "unknown_of",
+    "FoundFamily", "classes_with_losses", "get_patched_ops", "mapping", "noted_on_layers", "patch_classes", "prepare", "register",
+    "reset", "unknown_of",
 ]  # fmt: skip
 
 # On a module: what kernelize() was told of its model, and what it said.
@@ -209,7 +209,7 @@ def _tell_causal_lm(causal_lm, options, unpad):
 
 def _forget_what_one_model_was_told(targets: Targets, modules):
     """Removes what `kernelize` noted on single models: `apply` decides for them too."""
-    classes = tuple(present(*(ownership.class_for(targets, name) for name in (*targets.losses, "decoder_layer", "attention"))))
+    classes = tuple(filter(None, (ownership.class_for(targets, name) for name in (*targets.losses, "decoder_layer", "attention"))))
     for module in modules:
         if isinstance(module, classes):
             for name in TOLD:
@@ -258,7 +258,7 @@ def _take_off(targets: Targets, operation, modules):
     classes = owner
     if operation == "rope":
         rotary = own_rotary(sys.modules[targets.modeling])
-        classes = (type(rotary), *present(ownership.class_of(targets, targets.attention)))
+        classes = (type(rotary), *filter(None, [ownership.class_of(targets, targets.attention)]))
     for module in modules:
         if isinstance(module, classes):
             ownership.unbind(module)
@@ -271,13 +271,9 @@ def _warn_of_stranger(stranger, operation, stacklevel):
     warnings.warn(what, RuntimeWarning, stacklevel=stacklevel + 1)
 
 
-def present(*things):
-    return [thing for thing in things if thing is not None]
-
-
 def classes_with_losses(families: Families) -> tuple:
     """The classes whose losses the rows of families are for."""
-    return tuple(present(*(ownership.class_for(targets, loss) for targets in families for loss in targets.losses)))
+    return tuple(filter(None, (ownership.class_for(targets, loss) for targets in families for loss in targets.losses)))
 
 
 def _bind_hidden(owner, replacement, modules):
@@ -385,4 +381,5 @@ def mapping(families: Families, mode=None, named: Mapping[str, type] = {}):
             RuntimeWarning,
             stacklevel=3,
         )
-    return mapping_of({name: layer for name, layer in {**hub_names_of(families), **named}.items() if name not in left}, mode)
+    offered = {**{name: layer for targets in families for name, layer in targets.hub_names.items()}, **named}
+    return mapping_of({name: layer for name, layer in offered.items() if name not in left}, mode)

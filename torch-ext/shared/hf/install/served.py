@@ -41,7 +41,7 @@ def targets(own: FusedLayer) -> Targets:
     first = ["rms_norm", "swiglu" if family.mlp else "experts"]
     rest = ["rope", LOSS, *towers, "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys(name for name in (*first, *rest) if name in classes or name == "rope"))
-    if family.has_common_rotary():
+    if family.rotary == "halves" and not family.partial and not family.narrow:
         common["rotary_pos_emb"] = rotary
     replaced, original = partial(rotary_replaced, family.modeling), lambda: own_rotary(sys.modules[family.modeling])
     return Targets(

@@ -22,6 +22,7 @@ from ..layer.decoder_layer import FusedLayer
 from ..layer.recognised_layer import FACTS
 from ..model.losses import Read
 from ..parts.explanation import Explanation, Reason, explanation_of
+from ..parts.facts import attribute_of
 from ..parts.lookups import ROTARY, function_in, replaced_below
 from ..parts.modules import without_decorators
 from ..parts.texts import globals_in, text_of
@@ -154,8 +155,8 @@ def _reads_only_its_state(module: nn.Module, node) -> bool:
     class itself may compute anything."""
     me, cls = node.args.args[0].arg, type(module)
     for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == me:
-            name, own = part.attr, vars(module)
+        name, own = attribute_of(part, me), vars(module)
+        if name:
             owner = next((c for c in cls.__mro__ if name in vars(c)), None)
             if owner is None:
                 known = name in own or any(name in own[kind] for kind in ("_parameters", "_modules", "_buffers"))

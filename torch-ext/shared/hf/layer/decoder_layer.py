@@ -32,7 +32,7 @@ from ..parts.lookups import ROTARY, Lookups, original_forward_of
 from ..parts.modules import OwnForwards, original_forward, own_class, runs_torchs
 from ..parts.weights import bias_of, eps_of, weight_of
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, tile_of, warn_of_called_attention, warn_of_kept_mlp
-from .fusable import Groups, explain_layer, why_not_fusable
+from .fusable import Groups, explain_layer, parts_of, why_not_fusable
 from .products import products_of
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
@@ -83,10 +83,10 @@ class FusedLayer(OwnForwards):
     def why_other(self, layer) -> Optional[Reason]:
         """Why a layer computes something else than the row says; None where it does not."""
         for name in self.family.absent:
-            found = _parts(layer).get(name) if "." not in name else follow(layer, tuple(name.split(".")))
+            found = parts_of(layer).get(name) if "." not in name else follow(layer, tuple(name.split(".")))
             if found is not None and found != 0:
                 has = f"the layer has {name}, which is called as it is"
-                return Reason("model", has if name in _parts(layer) else f"{name} is {found}, so the layer is called as it is")
+                return Reason("model", has if name in parts_of(layer) else f"{name} is {found}, so the layer is called as it is")
         return None
 
     def reason_of_called(self, name: str) -> Reason:
@@ -126,7 +126,7 @@ class FusedLayer(OwnForwards):
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
         """Runs attention on x, from the norm in front of it to the input of its output projection."""
-        norm, attention = self.family.norms.inputs, _parts(layer)[self.family.attention]
+        norm, attention = self.family.norms.inputs, parts_of(layer)[self.family.attention]
         if self.calls_attention:
             warn_of_called_attention(layer)
             given = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings, **kwargs}
@@ -140,7 +140,7 @@ class FusedLayer(OwnForwards):
             attended = attend_once(layer, x, conditions, lambda: attend(self, attention, q, k, v, attention_mask, None, kwargs))
         else:
             attended = attend(self, attention, q, k, v, attention_mask, cache, kwargs)
-        return Mixed(attended, _parts(attention)[self.family.output], residual if normed is None else x, normed)
+        return Mixed(attended, parts_of(attention)[self.family.output], residual if normed is None else x, normed)
 
     def mix_by_call(self, layer, attention, x, given: Dict[str, Any]) -> Mixed:
         """Calls attention as a module, after the norm in front of it. given: as of `call_attention`."""
@@ -154,14 +154,14 @@ class FusedLayer(OwnForwards):
 
     def fused_norm(self, layer, name: Optional[str]) -> Optional[nn.Module]:
         """A norm of the layer that is not called as the module that it is."""
-        return None if name is None or name in self.family.called else _parts(layer)[name]
+        return None if name is None or name in self.family.called else parts_of(layer)[name]
 
     def normed(self, layer, name: Optional[str], x):
         """x behind a norm of the layer, where there is one."""
         norm = self.fused_norm(layer, name)
         if norm is not None:
             return any_norm(self.norm(self.eps(norm)), x, weight_of(norm), bias_of(norm))
-        return x if name is None else _parts(layer)[name](x)
+        return x if name is None else parts_of(layer)[name](x)
 
     def returned(self, layer, x, mixed: Mixed, given: Dict[str, Any]) -> Any:
         """Returns the result of a layer. x: the residual stream after both branches; given: as of `call_attention`."""
@@ -171,7 +171,7 @@ class FusedLayer(OwnForwards):
         """Groups attention's projections as `explain` shows them."""
         if self.calls_attention:
             return []
-        inner, names, last = _parts(_parts(layer)[self.family.attention]), self.family.qkv, self.family.output
+        inner, names, last = parts_of(parts_of(layer)[self.family.attention]), self.family.qkv, self.family.output
         norm = [] if self.family.norms.inputs in self.family.called else ["norm"]
         rotary = ["rotary"] if "position_embeddings" in self.family.takes else []
         return [(", ".join([*norm, *names, *rotary]), {name: inner[name] for name in names}), (last, {last: inner[last]})]
@@ -179,11 +179,6 @@ class FusedLayer(OwnForwards):
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
         return explain_layer(self, layer, x)
-
-
-def _parts(layer):
-    """The submodules of a module by name. nn.Module's own look-up costs 0.4 us each, and a layer is taken apart at every call."""
-    return layer.__dict__["_modules"]
 
 
 def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
@@ -214,8 +209,8 @@ def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, width) -> Inp
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual; of a norm that is called x is the result."""
-    family, attention = own.family, _parts(layer)[own.family.attention]
-    norm, inner = own.fused_norm(layer, family.norms.inputs), _parts(attention)
+    family, attention = own.family, parts_of(layer)[own.family.attention]
+    norm, inner = own.fused_norm(layer, family.norms.inputs), parts_of(attention)
     q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
     is_turned = position_embeddings is not None and own.turns(attention)
     angles = position_embeddings if is_turned else (None, None)
@@ -225,12 +220,11 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     x = x.contiguous()
     spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, width), (weight_of(q_norm), weight_of(k_norm))
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
-        wider = autocasts(x.device)
-        dtype = product_dtype(x) if wider else x.dtype
+        dtype, wider = product_dtype(x), autocasts(x.device)
         found = projections(linears, dtype, wider)
         if found is not None:
             kind = products_of(layer)
-            if kind != "bf16" and is_sparse(_parts(layer)[family.block]):
+            if kind != "bf16" and is_sparse(parts_of(layer)[family.block]):
                 kind = "bf16"
             return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype, kind, bias_of(norm))
     normed = x if norm is None else any_norm(spec.norm, x, weight_of(norm), bias_of(norm))
@@ -300,11 +294,10 @@ def _finish(own: FusedLayer, layer, mixed: Mixed):
     | called         | called            | norms with the residual connections around the module (`_finish_apart`)           |
     | fused, beside attention | called   | the node reads the stream, and attention's branch is added to its result          |
     """
-    family, parts = own.family, _parts(layer)
+    family, parts = own.family, parts_of(layer)
     attended: Any = mixed.attended
     o_proj, x = mixed.output, mixed.residual
-    wider = autocasts(x.device)
-    dtype = product_dtype(x) if wider else x.dtype
+    dtype, wider = product_dtype(x), autocasts(x.device)
     after, before, behind = [own.fused_norm(layer, name) for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(make_outputs, own.eps(after), own.eps(before), own.eps(behind), multiplier)
@@ -336,7 +329,7 @@ def _fused_block(own: FusedLayer, mlp, x, dtype, wider, beside) -> Union[List[Pr
     if own.family.sparse is not None and is_sparse(mlp):
         found = sparse_block_or_reason(own, own.family.sparse, mlp, x, dtype, beside)
         return None if isinstance(found, Reason) else found
-    linears = _parts(mlp)
+    linears = parts_of(mlp)
     return projections([linears[name] for name in own.of_mlp], dtype, wider)
 
 
@@ -359,9 +352,9 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, mixed: Mixed):
         total = x + _branch(own, spec, layer, after, output)
         both = mixed.normed if before == first and family.parallel else None
         normed = own.normed(layer, before, x if family.parallel else total) if both is None else both
-    found = _parts(layer)[family.block](normed)
+    found = parts_of(layer)[family.block](normed)
     found = (found[0] if isinstance(found, tuple) else found).view(total.shape)
-    found = found + _parts(layer)[family.beside](normed) if family.beside else found
+    found = found + parts_of(layer)[family.beside](normed) if family.beside else found
     return _branch(own, spec, layer, behind, found) + total
 
 

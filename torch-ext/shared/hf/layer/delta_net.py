@@ -192,15 +192,12 @@ def rule_function(
         refuse_cache_of(cu_seqlens, query.shape[0], name)
     options = {"initial_state": initial_state, "scale": scale, "l2_norm": use_qk_l2norm_in_kernel}
     given = query, key, value, g, beta
-    if query.shape[1] == 1 and initial_state is not None and cu_seqlens is None and not needs_gradient(*given, initial_state):
+    trained = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (*given, initial_state))
+    if query.shape[1] == 1 and initial_state is not None and cu_seqlens is None and not trained:
         out, state = gated_delta_step(*given, **options)
         return out, state if output_final_state else None
     out, state = gated_delta_rule(*given, cu_seqlens=cu_seqlens, output_final_state=output_final_state, **options)
     return out, state if output_final_state else None
-
-
-def needs_gradient(*tensors) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def convolution_function(hidden_states, weight, bias, activation, cu_seqlens=None, seq_idx=None):

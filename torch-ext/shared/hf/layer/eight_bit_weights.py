@@ -11,7 +11,7 @@ from ..parts.adapters import is_untouched
 from ..parts.eight_bit_linear import BLOCK, EightBitLinear, dense_of_blocks
 from ..parts.explanation import Reason
 from ..parts.four_bit_experts import give_back, held_in
-from ..parts.packing import pack_codes
+from ..parts.packing import pack_groups
 from ..parts.weights import held, need_frozen, why_not_plain
 from .decoder_layer import FusedLayer
 from .sparse_block import is_sparse
@@ -27,22 +27,12 @@ def _linears_of(own: FusedLayer, layer) -> List[Dict[str, nn.Module]]:
     """The linear layers of a decoder layer whose weights may be in eight bits, by name and by what they read: of one with experts, those of
     attention and of mixers."""
     parts, family = layer.__dict__["_modules"], own.family
-    block = parts[family.block]
-    found: List[Dict[str, nn.Module]] = []
-
-    def add(module, part: str, *names: str) -> None:
-        found.append({f"{part}.{name}": module.__dict__["_modules"][name] for name in names})
-
-    for mixer in family.mixers:
-        if mixer.name in parts:
-            add(parts[mixer.name], mixer.name, mixer.output)
+    groups: List[Tuple[str, ...]] = [(mixer.name, mixer.output) for mixer in family.mixers if mixer.name in parts]
     if not family.mixers and not own.calls_attention:
-        add(parts[family.attention], family.attention, *family.qkv)
-        add(parts[family.attention], family.attention, family.output)
-    if not own.calls_mlp and not is_sparse(block):
-        add(block, family.block, *family.gate_up)
-        add(block, family.block, family.down)
-    return found
+        groups += [(family.attention, *family.qkv), (family.attention, family.output)]
+    if not own.calls_mlp and not is_sparse(parts[family.block]):
+        groups += [(family.block, *family.gate_up), (family.block, family.down)]
+    return [{f"{part}.{name}": parts[part].__dict__["_modules"][name] for name in names} for part, *names in groups]
 
 
 def _below_adapters(layer) -> Any:
@@ -63,7 +53,7 @@ class FrozenLinear(NamedTuple):
 def _found(name: str, layer) -> FrozenLinear:
     """Raises ValueError where a layer is not torch.nn.Linear, or transformers' FP8Linear, with a frozen weight and without hooks."""
     weight: torch.Tensor = held(layer, "weight")
-    if type(layer).__module__ == FINE_GRAINED[0] and is_untouched(layer, *FINE_GRAINED):
+    if is_untouched(layer, *FINE_GRAINED):
         scales, block = held(layer, "weight_scale_inv"), layer.block_size
         if layer.activation_scheme != "dynamic" or block is None or tuple(block) != (BLOCK, BLOCK):
             fail(name, f"in blocks of {block} with {layer.activation_scheme} scales of its input", f"blocks of {BLOCK}, dynamic")
@@ -97,7 +87,7 @@ def eight_bits(layers: Layers, model: nn.Module) -> nn.Module:
         for (linear, _, dtype), each in zip(of_one_input, codes):
             EightBitLinear.take(linear, each, scale.clone(), dtype, saves_codes=not sparse)
     for _, layer in layers:  # products read those of one input as one matrix, and would join them in each pass
-        pack_codes(layer)
+        pack_groups(layer, codes_alone=True)
     for part, config in () if sparse else configs:
         setattr(config, CONFIG, _as_fine_grained(part))
         save_as_they_are(part, "Fp8Dequantize")

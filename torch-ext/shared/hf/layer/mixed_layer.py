@@ -78,8 +78,7 @@ class MixedLayer(FusedLayer):
         or None, numbers by which transformers multiplies the normalised x: zeros for padding, and whatever else a mask holds."""
         parts = module.__dict__["_modules"]
         linears = [parts[name] for name in mixer.inputs]
-        wider = autocasts(x.device)
-        dtype, spec = product_dtype(x) if wider else x.dtype, self.norm(eps_of(norm))
+        dtype, wider, spec = product_dtype(x), autocasts(x.device), self.norm(eps_of(norm))
         found = projections(linears, dtype, wider)
         biased = found is not None and any(each.bias is not None or each.adapter_bias is not None for each in found)
         if found is None or (biased and factors is not None):

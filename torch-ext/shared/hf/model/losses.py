@@ -2,11 +2,11 @@
 file, with towers or without, and gives them a forward that computes it so."""
 
 import functools
-import inspect
 from typing import Callable, Dict, Union
 
 from torch import nn
 
+from ..family.calls import argument_names
 from ..family.ownership import bind, forward_for
 from ..family.versions import changed_texts
 from ..parts.explanation import Reason
@@ -30,7 +30,7 @@ def read_losses(model: nn.Module, but: tuple = ()) -> Read:
 def _is_causal_lm(module) -> bool:
     """Tells whether a module is one of transformers' models with a head and a loss of its labels."""
     cls = type(module)
-    if not isinstance(getattr(cls, "loss_function", None), property) or "labels" not in _signature(original_forward(module)).parameters:
+    if not isinstance(getattr(cls, "loss_function", None), property) or "labels" not in argument_names(original_forward(module)):
         return False
     try:
         return isinstance(module.get_output_embeddings(), nn.Module)
@@ -39,7 +39,7 @@ def _is_causal_lm(module) -> bool:
 
 
 def _read(module) -> Union[Flow, Reason]:
-    changed, own = changed_texts("transformers.loss.loss_utils"), OURS & {*_signature(original_forward(module)).parameters}
+    changed, own = changed_texts("transformers.loss.loss_utils"), OURS & {*argument_names(original_forward(module))}
     if changed:
         return Reason("texts", f"this release of transformers has an unknown text of {', '.join(changed)}")
     if own:
@@ -54,11 +54,6 @@ def _read(module) -> Union[Flow, Reason]:
         return Reason("forward", str(reason))
     except Exception as error:  # of the user's classes, whose attributes are read
         return Reason("forward", f"{type(module).__name__}.forward could not be read: {type(error).__name__}: {error}")
-
-
-@functools.lru_cache(maxsize=None)
-def _signature(forward) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 @functools.lru_cache(maxsize=None)

@@ -14,11 +14,9 @@ happen:
 - What a user takes from TRL by name (`from trl.kernels import ...`) before a model has run would stay TRL's.
 """
 
-import ast
 import functools
 import inspect
 import sys
-import textwrap
 from importlib.abc import MetaPathFinder
 from types import MethodType, ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
@@ -32,7 +30,7 @@ from ...runtime.device import PLAIN, is_transformed
 from ..capture.asked_each_pass import answer_for_adapters
 from ..family.options import entries_of
 from ..parts.explanation import Reason, warn_once
-from ..parts.fingerprint import fingerprint_of
+from ..parts.texts import text_that_runs
 from .causal_lm import shift
 from .padding import only_labels_are_read
 
@@ -121,16 +119,8 @@ def _fused_head(original) -> Callable:
 
         model.forward = MethodType(forward, model)
 
-    return add_fused_lm_head if _text_of(original) in READ_LABELS_ALONE else original
-
-
-@functools.lru_cache(maxsize=None)
-def _text_of(function) -> str:
-    """The fingerprint of a function's text, "" where there is none."""
-    try:
-        return fingerprint_of(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0])
-    except (OSError, SyntaxError, TypeError):
-        return ""
+    text = text_that_runs(original, "add_fused_lm_head")
+    return add_fused_lm_head if text is not None and text.fingerprint in READ_LABELS_ALONE else original
 
 
 class FunctionOfTRL(NamedTuple):

@@ -7,18 +7,16 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 """
 
 import sys
-from types import FunctionType
-from typing import Dict, Iterable, List, NamedTuple, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 from torch import nn
 
 from ...decoder.projection import FourBitWeight, Projection, is_traceable
 from ...ops.expert_adapters import ExpertAdapter, ExpertAdapters
-from ...ops.operators import constant_when_traced
 from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
-from .modules import has_class_forward, own_forward, runs_torchs
+from .modules import has_class_forward, is_transformers_own, own_forward, runs_torchs
 from .weights import held, plain_weight, why_not_plain
 
 __all__ = ["expert_adapters_or_reason", "inside_wrappers", "is_untouched", "projection_or_reason", "projections", "router_weight_or_reason"]
@@ -29,42 +27,16 @@ EXPERTS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of expe
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
 FP32 = torch.float32
 
-_forwards: dict = {}  # of the classes above, by class: the forward that their library gave them
-
-
-def _library_forward(cls, module: str, name: str):
-    """The forward that a library gave a class, or None where this is not that class or its forward was replaced."""
-    forward = _forwards.get(cls)
-    if forward is None:
-        found = sys.modules.get(module)
-        if found is None or getattr(found, name, None) is not cls:
-            return None
-        forward = vars(cls).get("forward")
-        code = getattr(forward, "__code__", None)
-        named = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
-        if code is None or named != (module, f"{name}.forward") or code.co_name != "forward":
-            return None
-        if code.co_filename != getattr(found, "__file__", None):
-            return None
-        _forwards[cls] = forward
-    return forward
-
-
-@constant_when_traced  # guarded by what it is asked about
-def _is_library_forward(function, cls, module: str, name: str) -> bool:
-    return function is _library_forward(cls, module, name)
-
 
 def is_untouched(layer, module: str, name: str) -> bool:
-    function = own_forward(layer)
-    if torch.compiler.is_compiling():
-        return type(function) is FunctionType and _is_library_forward(function, type(layer), module, name)
-    return function is not None and function is _library_forward(type(layer), module, name)
+    """Tells whether a layer is of a library's class, and a call of it runs the forward that its library wrote, and nothing else."""
+    cls = type(layer)
+    return (cls.__module__, cls.__name__) == (module, name) and is_transformers_own(own_forward(layer), module, f"{name}.forward")
 
 
 def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
     """The weight of a layer of bitsandbytes that does nothing but multiply by it, in a dtype; None for all else."""
-    if type(layer).__module__ != FOUR_BIT[0] or not is_untouched(layer, *FOUR_BIT):
+    if not is_untouched(layer, *FOUR_BIT):
         return None
     state = layer.__dict__
     weight = held(layer, "weight")
@@ -99,11 +71,6 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
     return Projection(found) if found is not None else why_not_plain(layer) or Reason("called", "it is called as it is")
 
 
-def _plain_linear(layer, with_bias: bool):
-    """(weight, bias) of a plain layer; None for all else."""
-    return None if why_not_plain(layer, with_bias) else (held(layer, "weight"), held(layer, "bias"))
-
-
 def projections(layers: Iterable, dtype: torch.dtype, wider: bool = False) -> Optional[List[Projection]]:
     """What linear layers multiply by, in products of a dtype; None where one of them has to be called.
 
@@ -132,12 +99,10 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
         return base.of("below the adapter")
     if not active:
         return base
-    found = _adapter(layer, active, dtype, base.weight.device)
-    if isinstance(found, Reason):
-        return found
-    if found.a.dtype != dtype and not layer.__dict__.get("cast_input_dtype_enabled", True):
+    found: Any = _adapted(base, layer, active, dtype)
+    if not isinstance(found, Reason) and found.a.dtype != dtype and not layer.__dict__.get("cast_input_dtype_enabled", True):
         return Reason("adapter", "PEFT was told not to cast the adapter's input")
-    return base._replace(a=found.a, b=found.b, adapter_bias=found.bias, scaling=found.scaling, dropout=found.dropout)
+    return found
 
 
 def _active(layer, name: str) -> Union[str, Reason]:
@@ -159,24 +124,15 @@ def _active(layer, name: str) -> Union[str, Reason]:
     return named[0] if named else ""
 
 
-class _Adapter(NamedTuple):
-    """a, b, bias, scaling, dropout: as of `Projection`."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    bias: Optional[torch.Tensor]
-    scaling: float
-    dropout: float
-
-
-def _adapter(layer, active: str, dtype: torch.dtype, device: torch.device) -> Union[_Adapter, Reason]:
-    """Takes the active adapter of a LoRA layer apart. device: of the weight."""
-    state = layer.__dict__
+def _adapted(base: Projection, layer, active: str, dtype: torch.dtype) -> Union[Projection, Reason]:
+    """A projection with the active adapter of a LoRA layer."""
+    state, device = layer.__dict__, base.weight.device
     modules, variants = state["_modules"], state["lora_variant"]
     if active in variants:
         return Reason("variant", f"the adapter is a variant of LoRA ({type(variants[active]).__name__})")
     a = plain_weight(modules["lora_A"].__dict__["_modules"][active])
-    b = _plain_linear(modules["lora_B"].__dict__["_modules"].get(active), state["lora_bias"].get(active, False))
+    last = modules["lora_B"].__dict__["_modules"].get(active)
+    b = plain_weight(last, state["lora_bias"].get(active, False))
     probability = _dropout(modules["lora_dropout"].__dict__["_modules"].get(active))
     scaling = state["scaling"].get(active)
     if a is None or b is None:
@@ -185,13 +141,13 @@ def _adapter(layer, active: str, dtype: torch.dtype, device: torch.device) -> Un
         return Reason("adapter", "the adapter's dropout is not torch.nn.Dropout")
     if type(scaling) not in (float, int):
         return Reason("adapter", f"the adapter's scaling is a {type(scaling).__name__}")
-    b, bias = b
+    bias = held(last, "bias")
     for tensor in (a, b, bias):
         if tensor is not None and tensor.dtype not in (dtype, FP32):
             return Reason("dtype", f"the adapter is {tensor.dtype} where the products are {dtype}")
         if tensor is not None and tensor.device != device:
             return Reason("adapter", f"the adapter is on {tensor.device}, the weight on {device}")
-    return _Adapter(a, b, bias, float(scaling), probability)
+    return base._replace(a=a, b=b, adapter_bias=bias, scaling=float(scaling), dropout=probability)
 
 
 def _is_wrapper(module) -> bool:
@@ -205,19 +161,20 @@ def inside_wrappers(module):
     return module
 
 
-def _parameter_adapters(module, dtype: torch.dtype, device: torch.device, swapped: bool) -> Union[Dict[str, _Adapter], Reason]:
-    """The adapters in force that PEFT has around a module, by the parameter that each is of; or why the module has to be called. device: of
-    the parameters. swapped: whether they hold the rows of the result before the columns of the input, in more than two dimensions."""
-    found: Dict[str, _Adapter] = {}
+def _parameter_adapters(module, dtype: torch.dtype, weight, swapped: bool) -> Union[Dict[str, Any], Reason]:
+    """The adapters in force that PEFT has around a module, by the parameter that each is of, as projections; or why the module has to be
+    called. weight: a parameter. swapped: whether they hold the rows of the result before the columns of the input, in more than two
+    dimensions."""
+    found: Dict[str, Any] = {}
     while _is_wrapper(module):
         name, active = module.__dict__.get("parameter_name"), _active(module, WRAPPER[1])
-        adapter = _adapter(module, active, dtype, device) if active and not isinstance(active, Reason) else active
+        adapter = _adapted(Projection(weight), module, active, dtype) if active and not isinstance(active, Reason) else active
         if isinstance(adapter, Reason):
             return adapter.of(f"the adapter of {name}")
-        if isinstance(adapter, _Adapter):
+        if isinstance(adapter, Projection):
             if module.__dict__.get("_did_swap_in_out_features") is not swapped:  # older ones: a and b of W's transpose
                 return Reason("adapter", "this version of PEFT keeps its adapters otherwise")
-            if name in found or adapter.bias is not None or adapter.dropout:
+            if name in found or adapter.adapter_bias is not None or adapter.dropout:
                 return Reason("adapter", f"the adapter of {name} has a bias or dropout, or is one of two")
             found[name] = adapter
         module = module.__dict__["_modules"]["base_layer"]
@@ -226,7 +183,7 @@ def _parameter_adapters(module, dtype: torch.dtype, device: torch.device, swappe
 
 def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor, transposed: bool) -> Union[ExpertAdapters, Reason]:
     """The adapters that PEFT has around a module of experts; or why it has to be called. weight, transposed: of the experts."""
-    found = _parameter_adapters(experts, dtype, weight.device, not transposed)
+    found = _parameter_adapters(experts, dtype, weight, not transposed)
     if isinstance(found, Reason):
         return found
     others = [name for name in found if name not in EXPERTS]
@@ -238,7 +195,7 @@ def expert_adapters_or_reason(experts, dtype: torch.dtype, weight: torch.Tensor,
 def router_weight_or_reason(router, dtype: torch.dtype, weight: torch.Tensor) -> Union[torch.Tensor, Reason]:
     """The weight [experts, hidden] of a router with the adapter that PEFT has around it, made as PEFT makes it: a product that is small
     here. Or why the router has to be called."""
-    found = _parameter_adapters(router, dtype, weight.device, False)
+    found = _parameter_adapters(router, dtype, weight, False)
     if isinstance(found, Reason):
         return found
     if found.keys() - {"weight"}:

@@ -13,7 +13,7 @@ from .texts import text_that_runs
 
 __all__ = [
     "CALL", "COMPARED", "COMPUTED", "OTHER", "Fact", "ForwardText", "Global", "Module", "NotServed", "Path", "Unknown", "arguments_of",
-    "computed", "fact_of", "follow", "forward_text", "held_at", "is_config", "is_number", "refused", "truth_of",
+    "attribute_of", "computed", "fact_of", "follow", "forward_text", "held_at", "is_config", "is_number", "refused", "truth_of",
 ]  # fmt: skip
 
 Path = Tuple[str, ...]  # the attributes that lead from a module to something that it holds
@@ -113,6 +113,12 @@ def _name_of(node) -> str:
     """The name of a decorator."""
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def attribute_of(node, me: Optional[str]) -> str:
+    """The name of an attribute that a node of a text reads of the module itself, which is called `me` there; "" for all else."""
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
+    return node.attr if own else ""
 
 
 def truth_of(value) -> Optional[bool]:

@@ -23,7 +23,7 @@ from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, repl
 __all__ = [
     "ACTIVATIONS", "ACTIVATION_CLASSES", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "FSDP2", "MODULE_CALL", "OFF",
     "Layer", "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
-    "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_own_rotary", "is_silu",
+    "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",
     "torchs_own", "why_not_own", "without_decorators", "without_fsdp2",
 ]  # fmt: skip
@@ -98,11 +98,6 @@ def own_class(modeling, name):
     return None
 
 
-def is_own_rotary(rotary, modeling: str, name: str) -> bool:
-    """Tells whether a function for the rotary embedding, or the class of the module that `kernels` makes of one, is transformers' own."""
-    return is_transformers_own(function_in(rotary), modeling, name)
-
-
 # PyTorch's own forwards, by class; None where another was in its place before this file was read.
 FORWARDS = {
     cls: cls.forward if is_transformers_own(cls.forward, cls.__module__, f"{cls.__qualname__}.forward") else None
@@ -141,7 +136,7 @@ class OwnForwards:
         if self._knows(function):
             return True
         of_class = not isinstance(rotary, nn.Module) or function is type(rotary).forward
-        return of_class and is_own_rotary(rotary, self.modeling, name) and self._learn(function)
+        return of_class and is_transformers_own(function_in(rotary), self.modeling, name) and self._learn(function)
 
     def _knows(self, function) -> bool:
         # A graph that looked into the set would be compiled again whenever something is learned.

@@ -12,7 +12,7 @@ from .eight_bit_linear import EightBitLinear
 from .explanation import Reason
 from .weights import held, plain_weight, why_not_plain
 
-__all__ = ["GROUPS", "pack", "pack_codes", "why_apart"]
+__all__ = ["GROUPS", "pack", "pack_groups", "why_apart"]
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,23 +34,20 @@ def pack(model):
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
-    # Of those that hold them: a wrapper (checkpoint_wrapper, PEFT's) answers for what it stands around.
-    _pack(model)
+    pack_groups(model)
     return model
 
 
-def pack_codes(model) -> None:
-    """Does what `pack` does to weights in eight bits alone."""
-    _pack(model, codes_alone=True)
-
-
-def _pack(model, codes_alone: bool = False) -> None:
+def pack_groups(model, codes_alone: bool = False) -> None:
+    """Does what `pack` does. codes_alone: to weights in eight bits alone."""
+    # Of those that hold them: a wrapper (checkpoint_wrapper, PEFT's) answers for what it stands around.
     layers = [[module._modules.get(name) for name in group] for module in model.modules() for group in GROUPS]
     held_by = Counter(id(layer) for group in layers for layer in group)
-    shared = _shared(model)
+    # What more than one module holds cannot have two neighbours.
+    held_by.update(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
     for group in layers:
         found = [_weight(layer) for layer in group]
-        weights = [weight for weight in found if weight is not None and id(weight) not in shared]
+        weights = [weight for weight in found if weight is not None and held_by[id(weight)] < 2]
         if len(weights) < len(group) or any(held_by[id(layer)] > 1 for layer in group) or not _alike(weights):
             continue
         in_codes = weights[0].dtype == torch.uint8
@@ -65,17 +62,6 @@ def _weight(layer) -> Optional[torch.Tensor]:
     if type(layer) is EightBitLinear:
         return None if why_not_plain(layer, True, EightBitLinear, "codes") else held(layer, "codes")
     return plain_weight(layer, True)
-
-
-def _shared(model):
-    """The ids of parameters that more than one module holds: they cannot have two neighbours."""
-    seen: set = set()
-    shared: set = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
 
 
 def _alike(weights) -> bool:

@@ -62,14 +62,8 @@ class Report(NamedTuple):
 def version_fits(version: str, expected: str) -> bool:
     """Tells whether a version is within `expected`, such as ">=0.16.2,<0.18"."""
     found = numbers_in(version, 3)
-    for bound in expected.split(","):
-        limit = numbers_in(bound, 3)
-        if bound.startswith("<"):
-            if found[: len(limit)] >= limit:
-                return False
-        elif found < limit:
-            return False
-    return True
+    limits = [(bound.startswith("<"), numbers_in(bound, 3)) for bound in expected.split(",")]
+    return all(found[: len(limit)] < limit if below else found >= limit for below, limit in limits)
 
 
 def _libraries(libraries: Libraries) -> List[Finding]:

@@ -86,8 +86,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     found: Counter = Counter()
     explain_losses(found, model, causal_lms, losses, unknown.get(LOSS))
     for layer, explain_layer in layers:
-        for pair in (*explain_weights(layer), *explain_experts(layer)):
-            found[pair] += 1
+        found.update((*explain_weights(layer), *explain_experts(layer)))
         if not ownership.runs_ours(layer):
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1
             continue
@@ -95,14 +94,11 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         norm: Any = next((weight for weight in norms if weight is not None), weight_within(layer))
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         rows = explain_layer(layer, x)
-        for pair in (*rows, *_why_apart(layer, rows), *explain_offload(layer)):
-            found[pair] += 1
-    for pair in explain_embeddings(model):
-        found[pair] += 1
+        found.update((*rows, *_why_apart(layer, rows), *explain_offload(layer)))
+    found.update(explain_embeddings(model))
     for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
-    for attention in filter(None, map(why_no_kernel, model.modules())):
-        found["attention", attention] += 1
+    found.update(("attention", why) for why in map(why_no_kernel, model.modules()) if why is not None)
     spread = sum(map(runs_between_exchanges, model.modules()))
     if spread:
         found["attention, between the exchanges of DeepSpeed's Ulysses", None] += spread

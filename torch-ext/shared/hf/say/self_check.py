@@ -187,12 +187,8 @@ def kernels_launched() -> Tuple[int, int]:
     known, used = set(), set()
     for kernel in tuner.kernels:
         for name in kernel.names:
-            try:
-                built = bool(launch.backend.artifacts.variants(name))
-            except ArtifactError:
-                built = False
-            if built:
-                known.add(name)
+            with contextlib.suppress(ArtifactError):
+                known.update([name] if launch.backend.artifacts.variants(name) else [])
         used |= known.intersection(kernel.names) if kernel.was_launched() else set()
     return len(used), len(known)
 
