@@ -13,14 +13,15 @@ from .suites import QWEN3
 SHARES = (2, 3, 3)  # of eight parts of the frequencies: time, height, width
 
 
-def inputs(size, tokens, random) -> Inputs:
+def q_and_k(size, tokens, random, *angles, views=True) -> Inputs:
     """Lay leaves as the projections write them, gradients as attention leaves them: [batch, tokens, heads, head_dim]."""
     shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
-    return Inputs(
-        leaves=tuple(random.normal(*shape) for shape in shapes),
-        others=tuple(t.to(random.device, random.dtype) for t in eager.angles(tokens, size.head_dim)),
-        output_gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
-    )
+    leaves, gradients = (tuple(random.normal(*shape) for shape in shapes) for _ in range(2))
+    return Inputs(leaves, angles, tuple(g.transpose(1, 2) for g in gradients) if views else gradients)
+
+
+def inputs(size, tokens, random) -> Inputs:
+    return q_and_k(size, tokens, random, *(t.to(random.device, random.dtype) for t in eager.angles(tokens, size.head_dim)))
 
 
 def of_views(rotate):
@@ -84,13 +85,8 @@ QK_NORM_ROTARY = Operation(
 
 def inputs_of_pairs(size, tokens, random) -> Inputs:
     """Lay everything as [batch, tokens, heads, head_dim]; angles, one a pair, are of the drawn dtype until `frequencies`."""
-    shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
     angle = random.normal(1, tokens, size.head_dim // 2).float()
-    return Inputs(
-        leaves=tuple(random.normal(*shape) for shape in shapes),
-        others=(torch.stack((angle.cos(), angle.sin()), -1),),
-        output_gradients=tuple(random.normal(*shape) for shape in shapes),
-    )
+    return q_and_k(size, tokens, random, torch.stack((angle.cos(), angle.sin()), -1), views=False)
 
 
 def of_pairs(rotate):
@@ -121,15 +117,10 @@ def sections_of(cos) -> list[int]:
 
 
 def inputs_of_three(size, tokens, random) -> Inputs:
-    """Lay leaves as the projections write them, gradients as attention leaves them; each token has three positions of its own."""
-    shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
+    """Give each token three positions of its own."""
     angle = random.normal(3, 1, tokens, size.head_dim // 2).float()
     angle = torch.cat((angle, angle), -1)
-    return Inputs(
-        leaves=tuple(random.normal(*shape) for shape in shapes),
-        others=(angle.cos().to(random.dtype), angle.sin().to(random.dtype)),
-        output_gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
-    )
+    return q_and_k(size, tokens, random, angle.cos().to(random.dtype), angle.sin().to(random.dtype))
 
 
 def rotate_three(q, k, cos, sin, sections):

@@ -72,7 +72,6 @@ PROVIDERS = {
 EIGHT_BITS_OF_OURS = tuple(name for name in PROVIDERS if name.startswith("bastile_fp8"))
 EIGHT_BITS = frozenset({"torchao", "torchao_rowwise", *EIGHT_BITS_OF_OURS})  # whose steps stand beside each other, in results of their own
 FLOOR = "floor"  # no provider: what the bytes or the FLOPs alone take
-FLOOR_STYLE = {"color": "black", "linestyle": ":", "linewidth": 1}
 
 
 class NotInstalled(ImportError):

@@ -72,6 +72,14 @@ def assert_same(found, expected, bound=2e-5):
         assert error < 10 * bound, f"{name}: {error:.1e}"
 
 
+def loss_and_gradients(model, **batch):
+    """Of one step, whatever steps there were before."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def both(batch, make=tiny_model, seen=None, before="sdpa", **changes):
     """(found, expected) of a step with our attention and with transformers'."""
     torch.manual_seed(0)

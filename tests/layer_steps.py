@@ -10,18 +10,6 @@ LABELS[0, :7] = -100
 LABELS[1, 20:] = -100
 
 
-def install(qwen3, model, how):
-    if how == "apply":
-        qwen3.apply()
-    elif how == "kernelize":
-        qwen3.kernelize(model)
-    else:
-        from kernels import Mode, kernelize, use_kernel_mapping
-
-        with use_kernel_mapping(qwen3.mapping()):
-            kernelize(model, mode=Mode.TRAINING)
-
-
 def compare(qwen3, model, **inputs):
     """(output without, output with the layers) of one step; asserts that losses and gradients are the same."""
     expected = Step(model, **inputs)

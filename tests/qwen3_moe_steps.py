@@ -14,7 +14,6 @@ OPERATIONS = ["rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decod
 CLASSES = ["RMSNorm", "MLP", "Experts", "SparseMoeBlock", "TopKRouter", "ForCausalLM", "DecoderLayer", "Attention", "Model"]
 FACTOR = 10  # as for GPT-OSS
 FUSED = {"norm_attention_inputs", "norm_mlp", "norm_experts", "rms_norm", "linear_cross_entropy"}
-PROJECTED = {"norm_attention_inputs", "norm_experts", "linear_cross_entropy"}
 
 
 def everything():

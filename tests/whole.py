@@ -226,7 +226,7 @@ GROUPS = (
             "attention/test_padding_left_out.py": "whoever_reads_padding_reads_what_transformers_computes",
             "families/test_layers_of_all_types.py": "experts_in_every_way_of_training",
             "families/test_layers_beside_a_row.py": "layers_are_read generation",
-            "families/test_vision_towers.py": "a_training_step_behind_a_vision_tower lora_behind_a_vision_tower an_image_between_words",
+            "families/test_vision_towers.py": "a_training_step_behind_a_vision_tower lora_behind_a_vision_tower",
             "capture/test_capture.py": "the_second_pass_is_recorded_and_gradients_have_the_same_bits gradients_accumulate "
             "other_shapes_run_as_before padding_that_attention_has_no_plan_for the_number_of_items_is_the_losses_alone reset_takes_it_off",
             "capture/test_capture_between.py": "what_stands_between_layers_when_they_are_looked_at what_comes_between_captured_layers "

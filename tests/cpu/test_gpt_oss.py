@@ -120,7 +120,6 @@ def test_both_packages_in_one_process(gpt_oss, qwen3):
         gpt_oss.kernelize(other)
 
 
-# ---------------------------------------------------------------- warm-up
 # ---------------------------------------------------------------- with the kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, interpret, dtype):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.layer_steps import LABELS, TOKENS, bound, compare, install
+from tests.layer_steps import LABELS, TOKENS, bound, compare
 from tests.models import Step, check_compiled, own_attributes, sharded, tiny_model, whole
+from tests.patched import install, lora
 from tests.tolerances import assert_close
 from tests.versions import TORCH, needs_compiler
 
@@ -273,10 +274,7 @@ def test_torch_compile(qwen3, how):
 )
 @pytest.mark.parametrize("how", ["apply", "kernelize"])
 def test_lora(qwen3, options, how):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, init_lora_weights=False, **options)).train()
+    model = lora(tiny_model(), **options)
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(qwen3, model, how)
     found = Step(model, input_ids=TOKENS, labels=LABELS)

@@ -8,24 +8,10 @@ from statistics import median
 import pytest
 import torch
 
-from tests.cpu.test_qwen3_5 import FACTOR, LUCK, TOKENS, TWO_LAYERS, every_family, step_of, tiny
+from tests.cpu.test_qwen3_5 import ADAPTED, FACTOR, LUCK, TOKENS, TWO_LAYERS, every_family, inputs_of, step_of, tiny
 from tests.models import random_tokens
+from tests.patched import lora
 from tests.tolerances import relative_error
-
-INPUTS = {"qwen3_next": ("in_proj_qkvz", "in_proj_ba")}
-ADAPTED = r".*\.(in_proj_qkvz?|in_proj_z|in_proj_a|in_proj_ba|out_proj|q_proj|v_proj|o_proj)"
-
-
-def inputs_of(name):
-    """The projections of a delta net's input."""
-    return INPUTS.get(name, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
-
-
-def with_adapters(model, **options):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=ADAPTED, **options))
 
 
 @contextlib.contextmanager
@@ -58,7 +44,7 @@ def saved_bytes(model):
 @pytest.mark.parametrize("adapted", (False, True), ids=("plain", "lora"))
 def test_projections_are_in_the_nodes(qwen3_5, name, adapted):
     """No module that a node stands in for is called, and less is kept than where they are."""
-    model = with_adapters(tiny(name)) if adapted else tiny(name)
+    model = lora(tiny(name), target_modules=ADAPTED) if adapted else tiny(name)
     expected = step_of(model)
     qwen3_5.kernelize(model)
     parts = {*inputs_of(name), "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
@@ -88,31 +74,6 @@ def test_what_something_listens_to_is_called(qwen3_5, name, part):
     assert called == [part]
     rows = [row for row in qwen3_5.explain(model).rows if not row.fused and "hook" in row.reason]
     assert [row.count for row in rows] == [1], rows
-
-
-@every_family
-def test_what_is_said(qwen3_5, name):
-    model = tiny(name)
-    qwen3_5.kernelize(model)
-    rows = {row.part: (row.count, row.fused) for row in qwen3_5.explain(model).rows}
-    of_net, of_attention = (3, True), (1, True)
-    assert rows["delta net"] == rows[f"norm, {', '.join(inputs_of(name))}"] == rows["out_proj"] == of_net
-    assert rows["attention with its gate"] == rows["norm, q_proj, k_proj, v_proj"] == rows["o_proj"] == of_attention
-
-
-@every_family
-@pytest.mark.parametrize("adapted", (False, True), ids=("plain", "lora"))
-def test_padding_with_adapters(qwen3_5, name, adapted):
-    """The node reads rows of zeros where padding is, which do not reach the residual stream."""
-    model = with_adapters(tiny(name), lora_bias=True) if adapted else tiny(name)
-    mask = (torch.arange(80) >= torch.tensor([[0], [30]])).long()
-    inputs = {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)}
-    expected = step_of(model, **inputs)
-    qwen3_5.kernelize(model)
-    found = step_of(model, **inputs)
-    for step in (expected, found):  # of these few numbers less is left where half of a row is padding
-        step.gradients = {name: grad for name, grad in step.gradients.items() if not name.endswith(("A_log", "dt_bias"))}
-    found.assert_same(expected, FACTOR)
 
 
 @every_family

@@ -38,12 +38,18 @@ SPARSE = ("qwen3_5_moe", "qwen3_next")
 # Gates: of their gradients, sums that cancel over few numbers, half precision leaves hardly more than rounding.
 LUCK = {"in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate"}
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+ADAPTED = r".*\.(in_proj_qkvz?|in_proj_z|in_proj_a|in_proj_ba|out_proj|q_proj|v_proj|o_proj)"
 
 
 FEW = ("A_log", "dt_bias")  # gradients of these few numbers are sums that cancel
 LENGTHS = (30, 50, 80)  # of the documents of a row
 BOUNDS = {"cu_seq_lens_q": torch.tensor([0, 30, 80, 160], dtype=torch.int32)}
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def inputs_of(name):
+    """The projections of a delta net's input."""
+    return ("in_proj_qkvz", "in_proj_ba") if name == "qwen3_next" else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 def without(steps, *names, few=0):
@@ -210,9 +216,10 @@ def test_what_is_said_of_a_layer(qwen3_5, name):
     model = tiny(name)
     qwen3_5.kernelize(model)
     half = "norm, router, experts, shared expert" if name in SPARSE else "norm, gate_proj, up_proj, down_proj"
-    rows = {row.part: row for row in qwen3_5.explain(model).rows}
-    assert rows[half].fused and rows[half].count == 4 and rows["delta net"].fused and rows["delta net"].count == 3
-    assert rows["attention with its gate"].fused
+    rows = {row.part: (row.count, row.fused) for row in qwen3_5.explain(model).rows}
+    assert rows[half] == (4, True)
+    assert rows["delta net"] == rows[f"norm, {', '.join(inputs_of(name))}"] == rows["out_proj"] == (3, True)
+    assert rows["attention with its gate"] == rows["norm, q_proj, k_proj, v_proj"] == rows["o_proj"] == (1, True)
     model.model.layers[3].self_attn.q_norm.register_forward_hook(lambda *args: None)
     assert "q_norm or k_norm has hooks" in {row.part: row for row in qwen3_5.explain(model).rows}["attention with its gate"].reason
     model.model.layers[0].linear_attn.activation = "relu"
@@ -267,12 +274,15 @@ def test_a_sparse_layer_with_something_that_listens_is_called(qwen3_5, name, cha
 
 
 @every_family
-@pytest.mark.parametrize("given", ("padding", "numbers", "numbers and biases"))
+@pytest.mark.parametrize("given", ("padding", "padding and adapters", "numbers", "numbers and biases"))
 def test_padding(qwen3_5, name, given):
-    """transformers multiplies what a net gets by the mask, whatever its numbers are."""
+    """transformers multiplies what a net gets by the mask, whatever its numbers are. The node reads rows of zeros where padding is, which
+    do not reach the residual stream."""
     model, mask = tiny(name), (torch.arange(80) >= torch.tensor([[0], [30]])).long()
     inputs = {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)}
-    if given != "padding":
+    if given == "padding and adapters":
+        model = lora(model, target_modules=ADAPTED, lora_bias=True)
+    if given.startswith("numbers"):
         inputs["attention_mask"] = mask * torch.rand(mask.shape, generator=torch.Generator().manual_seed(3))
     if given == "numbers and biases":
         model = lora(model, target_modules=["out_proj", "in_proj_qkv", "in_proj_ba"], lora_bias=True)

@@ -9,6 +9,7 @@ import torch
 from kernels import Mode
 
 from tests.models import IMAGE, Step, check_compiled, random_tokens, tiny_qwen3_5_with_vision
+from tests.patched import lora
 from tests.tolerances import assert_close
 
 NAMES = ("qwen3_5", "qwen3_5_moe")
@@ -95,12 +96,9 @@ def test_the_router_adds_its_loss(qwen3_5, images):
 @with_both
 def test_lora(qwen3_5, name):
     """Adapters are on the text's projections, or on the head, which is then called."""
-    from peft import LoraConfig, get_peft_model
-
     inputs = inputs_with_images()
     for targets, fused in ((r".*language_model.*\.(in_proj_qkv|out_proj|q_proj|o_proj)", True), (r".*(lm_head|q_proj)", False)):
-        torch.manual_seed(0)
-        model = get_peft_model(tiny_qwen3_5_with_vision(name), LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+        model = lora(tiny_qwen3_5_with_vision(name), target_modules=targets)
         expected = Step(model, **inputs)
         qwen3_5.kernelize(model)
         found = Step(model, **inputs)

@@ -19,15 +19,14 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.conftest import assemble_cpu, made_once, write_no_kernels
-from tests.documents import CARD, INTEGRATIONS, MAKE, MODULES, NOTEBOOK, PAGES, PYTHON, README, ROOT, SOURCES, blocks, cells
+from tests.documents import INTEGRATIONS, MAKE, MODULES, NOTEBOOK, PAGES, PYTHON, README, ROOT, SOURCES, blocks, cells
 from tests.integrations.trainers import tokenizer
 from tests.versions import needs_decorators
 from tools.assemble import assemble
-from tools.card import card_values, fill_card, render_card
+from tools.card import fill_card
 from tools.hub import HubServer
-from tools.kernel_package import layer_names, read_package
+from tools.kernel_package import read_package
 from tools.publish import publish
-from tools.targets import TARGETS
 
 CHECKPOINT = "Qwen/Qwen3-8B"
 GPU_ONLY = "if torch.cuda.is_available():"
@@ -315,12 +314,3 @@ def test_a_python_command_exists(results, command):
         return
     assert ours(module)
     check_modules(results, command)
-
-
-def test_the_card_describes_every_layer_and_gpu(package):
-    numbers = {f"{name[3:-1]}.{name[-1]}" for names in TARGETS.values() for name in names}
-    text = render_card(CARD, card_values(read_package(package)) | {"archs": sorted(numbers)})
-    for name in layer_names((SOURCES / "layers.py").read_text(), "layers.py"):
-        assert re.search(rf"^\| `{name}` \| \S+", text, re.MULTILINE), name
-    for number in numbers:
-        assert re.search(rf"^\| {re.escape(number)} \| \S+", text, re.MULTILINE), number

@@ -234,7 +234,6 @@ def test_a_class_of_a_release_that_is_not_recorded(decoders, monkeypatch):
 
 # ---------------------------------------------------------------- what may not be served
 LAYER = "return self.fourth(self.feed(self.third(between))) + between"
-ATTENDED = "return self.o_proj(attended.reshape(rows, tokens, -1)), weights"
 NORM = "return ((1.0 + self.weight.float()) * (wide * inverse)).type_as(stream)"
 TURNED = "return quarter_turn(q) * sin + cos * q, k * cos + sin * quarter_turn(k)"
 QKV = "q, k = apply_rotary_pos_emb(q, k, *position_embeddings)"

@@ -1,12 +1,11 @@
 """Qwen3-MoE on a real GPU: its node against float64, and models against the same models without the layers."""
 
-import copy
 import functools
-import warnings
 
 import pytest
 import torch
 
+from tests.gpu.ways import check_same_bits
 from tests.models import Step, losses_of, random_tokens, tiny_qwen3_moe
 from tests.ops import expert_adapters, sparse_nodes
 from tests.ops.common import FLOATS
@@ -111,12 +110,6 @@ def test_twenty_steps(qwen3):
     assert (found / expected - 1).abs().max() < 5e-3 and found[-1] < found[0]
 
 
-def test_two_steps_give_the_same_bits(qwen3):
-    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
-    first, second = (Step(model, input_ids=ids, labels=ids) for _ in range(2))
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
-
-
 @pytest.mark.parametrize("adapter", (False, True), ids=("full", "LoRA"))
 def test_the_host_does_not_wait_in_a_step(qwen3, adapter):
     ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
@@ -170,28 +163,9 @@ def test_lora(qwen3, options):
     assert all("lora" in name for name in found.gradients)
 
 
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_gradient_checkpointing_gives_the_same_bits(qwen3, reentrant):
-    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
-    expected = Step(model, input_ids=ids, labels=ids, use_cache=False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    found = Step(model, input_ids=ids, labels=ids, use_cache=False)
-    assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
-
-
-def test_captured_layers_give_the_same_bits(qwen3):
-    model = qwen3.pack(qwen3.kernelize(model_of(BF16)))
-    plain = qwen3.pack(copy.deepcopy(model))
-    qwen3.capture(model, *TOKENS.shape)
-    for seed in range(5):
-        ids = torch.randint(1, 199, TOKENS.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            found, expected = (Step(each, input_ids=ids, labels=ids, use_cache=False) for each in (model, plain))
-        assert torch.equal(found.loss, expected.loss)
-        assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
-    assert any(row.part.startswith("captured") and row.fused for row in qwen3.explain(model).rows)
+def test_ways_to_run_give_the_same_bits(qwen3):
+    ids = TOKENS.to(DEVICE)
+    check_same_bits(qwen3, model_of(BF16), lambda model: Step(model, input_ids=ids, labels=ids, use_cache=False), TOKENS.shape)
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))

@@ -5,6 +5,7 @@ import copy
 import torch
 
 from tests.models import Step, compiled_whole
+from tests.patched import lora
 from tests.tolerances import relative_error
 
 
@@ -22,10 +23,7 @@ def check_half(package, model, step):
 
 def check_lora(package, model, step, **options):
     """With adapters a step is as exact as before. options: of LoRA."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=16, init_lora_weights=False, **options)).train()
+    model = lora(model, 16, **options)
     exact, before = exact_and_before(model, step)
     package.kernelize(model)
     found = step(model)

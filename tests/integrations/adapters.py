@@ -9,18 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.integrations.common import FACTOR, WAYS, batch, install, layers_run, model_on  # noqa: F401
 from tests.models import Step
+from tests.patched import lora
 from tests.tolerances import assert_close
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HOWS = pytest.mark.parametrize("how", WAYS)
-
-
-def lora(model, **options):
-    """A PEFT model whose adapters have weights that are not zero, always the same."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
 def compare(qwen3, model, device, how="kernelize", seed=None, factor=1, **inputs):

@@ -39,29 +39,16 @@ def device_type():
     return "cuda"
 
 
-@pytest.fixture(scope="session")
-def package_folder():
-    return ROOT
+def folder_fixture(name: str, folder: str):
+    """The fixture of the folder of a package's build.toml in this repository."""
+    return pytest.fixture(scope="session", name=name)(lambda: ROOT / folder)
 
 
-@pytest.fixture(scope="session")
-def decoders_folder():
-    return ROOT / "packages/decoders"
-
-
-@pytest.fixture(scope="session")
-def gpt_oss_folder():
-    return ROOT / "packages/gpt-oss"
-
-
-@pytest.fixture(scope="session")
-def moe_folder():
-    return ROOT / "packages/moe"
-
-
-@pytest.fixture(scope="session")
-def qwen3_5_folder():
-    return ROOT / "packages/qwen3_5"
+package_folder = folder_fixture("package_folder", ".")
+decoders_folder = folder_fixture("decoders_folder", "packages/decoders")
+gpt_oss_folder = folder_fixture("gpt_oss_folder", "packages/gpt-oss")
+moe_folder = folder_fixture("moe_folder", "packages/moe")
+qwen3_5_folder = folder_fixture("qwen3_5_folder", "packages/qwen3_5")
 
 
 @pytest.fixture(scope="session")

@@ -325,7 +325,6 @@ MUTANTS = (
     *generated(_OPERATION, "fp16 or logits", "_Divergence.forward _DivergenceOfLogits.forward"),
     (_KERNELS, "span", "first + ct.arange", "ct.arange", "long"),
     (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),
-    (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "labels"),
     (_KERNELS, "finite", "ct.maximum(x, FLOOR)", "x", "zeros"),
     (_KERNELS, "span", "ct.minimum(SPAN // TILE, ", "ct.maximum(SPAN // TILE, ", "long"),
     (_KERNELS, "skip", "ct.scatter(partial, (row, part), 0.0, check_bounds=False)", "pass", "labels"),

@@ -87,7 +87,6 @@ MUTANTS = (
     (OPERATION, "swiglu", "float(gate_multiplier), float(down_multiplier)", "float(down_multiplier), float(gate_multiplier)",
      "multipliers"),
     (OPERATION, "_packed_backward", "zip((dgate, dup)", "zip((dup, dgate)", "packed in PyTorch", False),
-    (OPERATION, "backward_reference", "3 * cubic", "2 * cubic", "tanh in PyTorch", False),
     (OPERATION, "_GatedActivation.backward", "backward(dout, ", "backward(-dout, ", "tanh"),
     (OPERATION, "_PackedGatedActivation.forward", "ctx.save_for_backward(gate_up)", "ctx.save_for_backward(-gate_up)", "packed"),
     (OPERATION, "_PackedGatedActivation.backward", "packed_backward(dout, ", "packed_backward(-dout, ", "packed"),

@@ -101,8 +101,6 @@ MUTANTS = (
     *generated("shared/ops/layer_norm.py", "whole or bias alone", "LayerNormFunction.backward"),
     *generated("shared/ops/layer_norm.py", "whole", "LayerNormFunction.forward"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "ct.scatter(mean, row, mu", "ct.scatter(mean, row, r", "exact"),
-    ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
-    ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "ct.minimum(i + ct.num_blocks(0), last)", "i", "exact many"),
     ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "(block, 1, column), dbias", "(block, 1, column), dweight", "exact"),
     ("shared/ops/layer_norm.py", "_read_by_kernels", "key = number, n,", "key = n,", "no parameters"),
     ("shared/ops/layer_norm.py", "_backward", "if blocks and n % SEGMENT:", "if False:", "misaligned"),

@@ -177,7 +177,6 @@ MUTANTS = [
     *generated(OPERATION, "between or silent tokens or forward", "_TorchPiece.write", kernels=False),
     (KERNELS, "head_divergence_sums", "cols, teacher_scale, teacher_softcap, teacher_after)", "cols, scale, softcap, after)", "forward"),
     (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
-    (KERNELS, "head_divergence_gradient", "ct.where(g == 0.0, 0.0, dx)", "dx", "silent tokens"),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.forward", ("backward(gradients.hidden,", "backward(-gradients.hidden,")),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.backward",
          ("upstream[:, None] if factor is None", "1.0 if factor is None"),

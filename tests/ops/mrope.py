@@ -112,7 +112,6 @@ MUTANTS = (
     (KERNEL, "pick", "(part, rows, cols)", "(part % 2, rows, cols)", "odd"),
     (KERNEL, "mrope_pick", "pick(sin, sin_picked", "pick(cos, sin_picked", "odd"),
     (KERNEL, "mrope_pick_groups", "ct.gather(sin, (part", "ct.gather(cos, (part", "multimodal"),
-    (KERNEL, "mrope_pick_groups", "time, height, half, 0", "time, 0, half, 0", "multimodal"),
     (KERNEL, "read_head", "mask=head > last", "mask=head > last + 1", "multimodal"),
     (KERNEL, "read_head", "ct.maximum(head - q.shape[1], 0)", "ct.maximum(head - q.shape[1], 1)", "multimodal"),
     (KERNEL, "write_head", "head >= q.shape[1]", "head > q.shape[1]", "multimodal"),

@@ -123,14 +123,10 @@ MUTANTS = (
      "count_held(tiles, m, n, s, TILE, TILES)\n            shrinks = False", "sparsemax_held_dense"),
     (_KERNELS, "sparsemax_row_forward", "count_places(top, 1.0, 0.0, TILE)", "count_places(top, 2.0, 0.0, TILE)", "sparsemax_row_hard"),
     (_KERNELS, "sparsemax_row_forward", "        n, s = count_held(tiles, m, n, s, TILE, TILES)\n", "", "sparsemax_held_dense"),
-    (_KERNELS, "sparsemax_row_backward", "ct.zeros((TILE,), dtype=ct.float32))\n", "ct.ones((TILE,), dtype=ct.float32))\n",
-     "sparsemax_held"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "count_maxima", "ct.where(inside, 1.0, 0.0)", "ct.where(inside, 2.0, 0.0)", "sparsemax_hard_long"),
     (_KERNELS, "sparsemax_sums", "ct.where(inside, read(dy, (row, cols), 0), 0.0)", "read(dy, (row, cols), 0)", "sparsemax_long"),
     (_KERNELS, "sparsemax_gradient", "- mean", "", "sparsemax_long"),
-    (_ROWS, "FunctionOfRows.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
-    (_ROWS, "over_dimension", "y.transpose(dim, -1)", "y", "sparsemax_layouts"),
     (_OPERATION, "sparsemax", "sparsemax_backward, ", "lambda dy, y: sparsemax_backward(-dy, y), ", "sparsemax"),
 )
 

@@ -4,8 +4,12 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
-from tests.attention_batches import LENGTHS, SLIDING, assert_same, both, documents, packed, padded, step
+from tests.attention_batches import LENGTHS, SLIDING, assert_same, both, documents, gpt_oss_of, loss_and_gradients, packed, padded, step
 from tests.models import tiny_model
+
+# What makes a model, the attention that transformers gives it, how many kinds of layers it has, and how near ours is.
+FAMILIES = {"qwen3": (tiny_model, "sdpa", 1, 1e-5), "gpt_oss": (gpt_oss_of, "eager", 2, 1e-4)}
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.mark.parametrize("changes", ({}, SLIDING), ids=("full", "sliding"))
@@ -23,11 +27,15 @@ def test_padded(plans, side, changes):
     assert plans and len({id(plan) for plan in plans}) == (2 if changes else 1)
 
 
-def test_packed_equals_the_documents_one_by_one(plans):
-    model = tiny_model(attn_implementation="bastile")
+@each_family
+def test_packed_equals_the_documents_one_by_one(plans, family):
+    """Which transformers' eager attention lets see each other."""
+    make, _, kinds, bound = FAMILIES[family]
+    model = make(attn_implementation="bastile")
     together = model(**packed(), use_cache=False).logits[0].split(LENGTHS)
+    assert len({id(plan) for plan in plans}) == kinds
     for logits, tokens in zip(together, documents(), strict=True):
-        torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=bound, atol=bound)
 
 
 def test_the_collators_batches(plans):
@@ -74,9 +82,7 @@ def test_under_lora(qwen3, plans, batch):
             if "lora" in name:
                 torch.nn.init.normal_(parameter, 0.0, 0.1)
         qwen3.apply()
-        loss = model(**batch, labels=labels, use_cache=False).loss
-        loss.backward()
-        losses.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        losses.append(loss_and_gradients(model, **batch, labels=labels))
     assert_same(losses[1], losses[0])
     assert plans
 
@@ -116,33 +122,34 @@ def test_a_window_at_the_edges_of_what_a_row_has(plans, qwen3, batch, window, of
     assert bool(plans) is (batch != "rows" or window < 11)
 
 
+@each_family
 @pytest.mark.parametrize("why", ("holes", "dropout", "4d", "output_attentions"))
-def test_what_no_plan_says_goes_to_transformers(plans, why):
-    batch, changes = padded("right"), {}
+def test_what_no_plan_says_goes_to_transformers(plans, family, why):
+    (make, before, _, bound), batch, changes = FAMILIES[family], padded("right"), {}
     if why == "holes":
         batch["attention_mask"][2, 4] = 0
     elif why == "dropout":
         changes = {"attention_dropout": 0.5}
     elif why == "4d":
-        batch["attention_mask"] = (torch.rand(4, 1, 23, 23) < 0.5) | torch.eye(23, dtype=torch.bool)
+        seen = (torch.rand(4, 1, 23, 23) < 0.5) | torch.eye(23, dtype=torch.bool)
+        batch["attention_mask"] = seen if before == "sdpa" else torch.zeros(seen.shape).masked_fill(~seen, -1e9)
     elif why == "output_attentions":
         batch["output_attentions"] = True
     results = []
-    for implementation in ("sdpa", "bastile"):
-        model = tiny_model(attn_implementation=implementation, **changes)
+    for implementation in (before, "bastile"):
+        model = make(attn_implementation=implementation, **changes)
         torch.manual_seed(1)
         results.append(step(model, batch))
-    assert_same(results[1], results[0], bound=1e-6)
+    assert_same(results[1], results[0], bound=bound / 10)
     assert not plans
 
 
-@pytest.mark.parametrize("changes", ({}, SLIDING), ids=("full", "sliding"))
+@pytest.mark.parametrize(("family", "changes"), (("qwen3", {}), ("qwen3", SLIDING), ("gpt_oss", {})), ids=("full", "sliding", "gpt_oss"))
 @pytest.mark.parametrize("cache", (None, "static"))
-def test_generate(plans, changes, cache):
-    batch = padded("left", (4, 9, 7))
-    texts = []
-    for implementation in ("sdpa", "bastile"):
-        model = tiny_model(attn_implementation=implementation, **changes).eval()
+def test_generate(plans, family, changes, cache):
+    (make, before, *_), batch, texts = FAMILIES[family], padded("left", (4, 12, 9)), []
+    for implementation in (before, "bastile"):
+        model = make(attn_implementation=implementation, **changes).eval()
         texts.append(model.generate(**batch, max_new_tokens=8, do_sample=False, cache_implementation=cache))
     assert torch.equal(*texts) and plans
 

@@ -103,42 +103,6 @@ def test_gpt_oss(plans, side):
     assert len(plans) == 4 and len({id(plan) for plan in plans}) == 2
 
 
-def test_packed_gpt_oss_equals_the_documents_one_by_one(plans):
-    """Which transformers' eager attention lets see each other."""
-    model = gpt_oss_of(attn_implementation="bastile")
-    together = model(**packed(), use_cache=False).logits[0].split(LENGTHS)
-    assert len({id(plan) for plan in plans}) == 2
-    for logits, tokens in zip(together, documents(), strict=True):
-        torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("cache", (None, "static"))
-def test_gpt_oss_generates(plans, cache):
-    batch, texts = padded("left", (4, 12, 9)), []
-    for implementation in ("eager", "bastile"):
-        model = gpt_oss_of(attn_implementation=implementation).eval()
-        texts.append(model.generate(**batch, max_new_tokens=8, do_sample=False, cache_implementation=cache))
-    assert torch.equal(*texts) and plans
-
-
-@pytest.mark.parametrize("why", ("holes", "dropout", "4d"))
-def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, why):
-    batch, changes = padded("right"), {}
-    if why == "holes":
-        batch["attention_mask"][2, 4] = 0
-    elif why == "dropout":
-        changes = {"attention_dropout": 0.5}
-    else:
-        batch["attention_mask"] = torch.zeros(4, 1, 23, 23).masked_fill(torch.ones(23, 23).triu(1).bool(), -1e9)
-    results = []
-    for implementation in ("eager", "bastile"):
-        model = gpt_oss_of(attn_implementation=implementation, **changes)
-        torch.manual_seed(1)
-        results.append(step(model, batch))
-    assert_same(results[1], results[0], bound=1e-5)
-    assert not plans
-
-
 @pytest.mark.parametrize("family", ("qwen3", "gemma3_text", "gemma2"))
 def test_sinks_given_to_a_call_are_ignored_as_by_transformers(chosen, family):
     """The model has none. Bastile's attention stands in for SDPA or, in Gemma 2, for eager attention."""

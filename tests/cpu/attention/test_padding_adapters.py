@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention_batches import labels_of, module_of, padded, tokens_of
+from tests.attention_batches import labels_of, loss_and_gradients, module_of, padded, tokens_of
 
 peft = pytest.importorskip("peft")
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING  # noqa: E402
@@ -72,9 +72,7 @@ def step(make, config, batch):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss_and_gradients(model, **batch)
 
 
 CASES = [pytest.param(kind, {}, id=kind.value) for kind in PEFT_TYPE_TO_CONFIG_MAPPING]

@@ -9,10 +9,9 @@ from tests.attention_batches import (
     DECODERS,
     FAMILIES,
     LENGTHS,
-    SLIDING,
     assert_same,
-    gpt_oss_of,
     labels_of,
+    loss_and_gradients,
     module_of,
     padded,
     tokens_of,
@@ -46,17 +45,23 @@ def test_whoever_reads_padding_reads_what_transformers_computes(chosen, family, 
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *DECODERS))
-def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
+@pytest.mark.parametrize(("side", "checkpointing"), (("right", False), ("left", True)), ids=("right", "left, checkpointed"))
+def test_where_nobody_reads_padding_it_is_left_out(chosen, family, side, checkpointing, monkeypatch):
     package, make = chosen(family)
-    batch = padded("right")
+    batch, model = padded(side), make()
     batch["labels"] = labels_of(batch)
-    model = make()
-    expected = model(**batch, use_cache=False).loss
+    if side == "left":
+        batch["labels"][batch["input_ids"].ne(0).cumsum(1) == 1] = -100  # which a padded position would predict
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    expected = loss_and_gradients(model, **batch)
     tokens = tokens_of(package, monkeypatch)
     for unpad in (True, False):
         package.apply(unpad=unpad)
         tokens.clear()
-        torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
+        found = loss_and_gradients(model, **batch)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        assert_same(found, expected, bound=2e-5)
         assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
 
 
@@ -81,36 +86,8 @@ def test_tokens_of_no_text_change_nothing(chosen, family, lengths, monkeypatch):
         if ours:
             package.apply()
             tokens = tokens_of(package, monkeypatch)
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        results.append(loss_and_gradients(model, **batch))
     assert set(tokens) == {more} != {sum(lengths)}
-    assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
-
-
-@pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
-@pytest.mark.parametrize("side", ("left", "right"))
-@pytest.mark.parametrize("checkpointing", (False, True))
-def test_padding_is_left_out(request, family, side, checkpointing, monkeypatch):
-    package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
-    tokens = tokens_of(package, monkeypatch)
-    package.apply()
-    batch = padded(side)
-    batch["labels"] = labels_of(batch)
-    if side == "left":
-        batch["labels"][batch["input_ids"].ne(0).cumsum(1) == 1] = -100  # which a padded position would predict
-    make = {"qwen3": tiny_model, "sliding": lambda **c: tiny_model(**SLIDING, **c), "gpt_oss": gpt_oss_of}[family]
-    results = []
-    for unpad in (False, True):
-        model = make(attn_implementation="bastile")
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        package.apply(unpad=unpad)
-        tokens.clear()
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
     assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
 
 
@@ -222,11 +199,7 @@ def test_position_ids_of_a_padded_batch_stay_those_of_its_tokens(chosen, monkeyp
     labels, tokens = labels_of(batch), tokens_of(package, monkeypatch)
     if side == "left":
         labels[batch["attention_mask"].cumsum(1) == 1] = -100  # which a padded position would predict
-    found = []
-    for model in (make(), package.kernelize(make())):
-        loss = model(**batch, labels=labels, use_cache=False).loss
-        loss.backward()
-        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    found = [loss_and_gradients(model, **batch, labels=labels) for model in (make(), package.kernelize(make()))]
     assert_same(found[1], found[0], bound=1e-4)
     assert set(tokens) == {sum(LENGTHS)}
 
@@ -297,10 +270,7 @@ def test_single_rows_of_many_lengths_get_lengths_that_come_again(chosen, family,
             package.apply()
             noted_lengths(package, monkeypatch, sizes)
         for batch, target in zip(batches, labels):
-            model.zero_grad(set_to_none=True)
-            loss = model(**batch, labels=target, use_cache=False).loss
-            loss.backward()
-            found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+            found.append(loss_and_gradients(model, **batch, labels=target))
         outcomes.append(found)
     for found, expected in zip(*reversed(outcomes)):
         assert_same(found, expected, bound=1e-4 if family == "gpt_oss" else 2e-5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.any_model import VOCABULARY, shrink
-from tests.cpu.families.test_layers_of_all_types import check_same, tiny_model_of
-from tests.models import Step
+from tests.any_model import shrink
+from tests.cpu.families.test_layers_of_all_types import check_same, step_of, tiny_model_of
+from tests.patched import lora
 from tests.tolerances import relative_error
 from tools.family_loss import config_of
 
@@ -38,19 +38,6 @@ def _model(kind):
     return transformers.Gemma4ForCausalLM(config).train()
 
 
-def _adapted(model, dropout=0.0):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, lora_dropout=dropout, target_modules="all-linear")).train()
-
-
-def _step(model, seed=1, **inputs):
-    tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(seed))
-    torch.manual_seed(5)
-    return Step(model, input_ids=tokens, labels=tokens, use_cache=False, **inputs)
-
-
 def _fused(package, model):
     return {row.part for row in package.explain(model).rows if row.fused}
 
@@ -59,26 +46,27 @@ def _fused(package, model):
 def test_results_are_those_of_transformers(bastile, kind, way):
     model = _model(kind)
     if way.startswith("adapters"):
-        model = _adapted(model, 0.999999 if way == "adapters that drop" else 0.0)  # all, whatever the numbers that are drawn
+        drops = 0.999999 if way == "adapters that drop" else 0.0  # all, whatever the numbers that are drawn
+        model = lora(model, target_modules="all-linear", lora_dropout=drops)
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
     inputs = {"position_ids": torch.cat((torch.arange(4), torch.arange(7)))[None].expand(2, -1)} if way == "packed" else {}
-    expected = _step(model, **inputs)
+    expected = step_of(model, **inputs)
     bastile.kernelize(model)
     assert _fused(bastile, model) >= {*CALLED[kind]}, bastile.explain(model)
-    check_same([_step(model, **inputs)], [expected], 1e-4)  # Gemma 4 scales no scores: transformers' own fp32 errs by 9e-6
+    check_same([step_of(model, **inputs)], [expected], 1e-4)  # Gemma 4 scales no scores: transformers' own fp32 errs by 9e-6
 
 
 @pytest.mark.parametrize("kind", ("gemma4_text", "diffllama", "gpt_neox"))
 def test_half_precision_is_as_exact_as_before(bastile, kind):
-    model = _adapted(_model(kind)).bfloat16()
+    model = lora(_model(kind), target_modules="all-linear").bfloat16()
     for name, parameter in model.named_parameters():
         if name.endswith("q_norm.weight"):  # without a scaling, one key takes all, and the gradients of q are rounding
             parameter.data.mul_(0.1)
-    exact, before = ([_step(each, seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
+    exact, before = ([step_of(each, seed=seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
     bastile.kernelize(model)
     assert _fused(bastile, model) >= {*CALLED[kind]}
-    found = [_step(model, seed) for seed in range(8)]
+    found = [step_of(model, seed=seed) for seed in range(8)]
     mine, other = (
         sum(relative_error(one.gradients[name], right.gradients[name]) ** 2
             for one, right in zip(steps, exact, strict=True) for name in right.gradients) ** 0.5
@@ -106,7 +94,7 @@ def test_hooks_are_called(bastile, on):
     bastile.kernelize(model)
     module.register_forward_hook(lambda module, args, result: found.append(type(module)))
     without = _model("gemma4_text")
-    check_same([_step(model)], [_step(without)])
+    check_same([step_of(model)], [step_of(without)])
     assert found == [type(module)]
 
 
@@ -125,7 +113,7 @@ def test_a_forward_that_replaces_attentions_runs(bastile, monkeypatch, where):
             monkeypatch.setattr(type(_attention_of(each)), "forward", forward)
         else:
             _attention_of(each).forward = functools.partial(forward, _attention_of(each))
-    check_same([_step(model)], [_step(other)])
+    check_same([step_of(model)], [step_of(other)])
 
 
 def test_another_module_for_a_projection_is_called(bastile):
@@ -140,7 +128,7 @@ def test_another_module_for_a_projection_is_called(bastile):
         doubled = Doubled(attention.q_proj.in_features, attention.q_proj.out_features, bias=False)
         doubled.load_state_dict(attention.q_proj.state_dict())
         attention.q_proj = doubled
-    check_same([_step(model)], [_step(other)])
+    check_same([step_of(model)], [step_of(other)])
 
 
 def test_products_that_nobody_reads_are_made_once(bastile):
@@ -150,10 +138,10 @@ def test_products_that_nobody_reads_are_made_once(bastile):
     row = _of(bastile, "install.recognised.read_of")(layer)
     row.around = row.around._replace(inputs=(*row.around.inputs, "spare"))
     layer.self_attn.spare = nn.Linear(64, 8, bias=False)
-    _step(model)
+    step_of(model)
     assert row.around is None
     layer.self_attn.spare.weight.grad = None
-    _step(model)
+    step_of(model)
     assert layer.self_attn.spare.weight.grad is None
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.any_model import VOCABULARY, shrink
+from tests.any_model import shrink
 from tests.capturing import stand_in
-from tests.cpu.families.test_layers_of_all_types import check_same
-from tests.models import Step
+from tests.cpu.families.test_layers_of_all_types import check_same, step_of
+from tests.patched import lora
 from tools.family_loss import config_of
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
@@ -31,18 +31,6 @@ def _model(kind):
     return transformers.GraniteMoeHybridForCausalLM(config).train()
 
 
-def _adapted(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")).train()
-
-
-def _step(model, call=None, **inputs):
-    tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(1))
-    return Step(model, call, input_ids=tokens, labels=tokens, use_cache=False, **inputs)
-
-
 def _inputs(way, kind):
     if way == "packed":
         return {"position_ids": torch.cat((torch.arange(4), torch.arange(7)))[None].expand(2, -1)}
@@ -56,28 +44,28 @@ def _inputs(way, kind):
 def test_layers_are_read(bastile, kind, way):
     model = _model(kind)
     if way == "adapters":
-        model = _adapted(model)
+        model = lora(model, target_modules="all-linear")
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
     if way == "evaluated":
         model.eval()
     inputs = _inputs(way, kind)
-    expected = _step(model, **inputs)
+    expected = step_of(model, **inputs)
     bastile.kernelize(model)
     rows = bastile.explain(model).rows
     assert {row.part for row in rows if row.fused} >= KINDS[kind][-1], rows
     assert not any("which is called as it is" in row.reason for row in rows)
-    check_same([_step(model, **inputs)], [expected], 5e-5)  # of an adapter's first factor, whose terms cancel
+    check_same([step_of(model, **inputs)], [expected], 5e-5)  # of an adapter's first factor, whose terms cancel
     bastile.reset()
-    check_same([_step(model, **inputs)], [expected])
+    check_same([step_of(model, **inputs)], [expected])
 
 
 @pytest.mark.parametrize("kind", ("H, dense", "H, experts"))
 def test_layers_in_a_graph(bastile, kind):
     model = _model(kind)
-    expected = _step(model)
+    expected = step_of(model)
     bastile.kernelize(model)
-    check_same([_step(model, torch.compile(model, backend="eager"))], [expected])
+    check_same([step_of(model, torch.compile(model, backend="eager"))], [expected])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba alone"])  # for which transformers asks for attention's cache
@@ -90,11 +78,11 @@ def test_generation(bastile, kind):
 
 def test_a_package_without_kernels_of_experts_calls_them(decoders):
     model = _model("H, experts")
-    expected = _step(model)
+    expected = step_of(model)
     decoders.kernelize(model)
     rows = decoders.explain(model).rows
     assert "this package has no kernels of experts; bastile/moe has" in {row.reason for row in rows}
-    check_same([_step(model)], [expected])
+    check_same([step_of(model)], [expected])
 
 
 @pytest.mark.parametrize("on", ("block_sparse_moe", "shared_mlp", "mamba"))
@@ -104,7 +92,7 @@ def test_hooks_are_called(bastile, on):
     model.model.layers[0]._modules[on].register_forward_hook(lambda module, args, result: heard.append(type(module)) or 2 * result)
     other = _model("H, experts")
     other.model.layers[0]._modules[on].register_forward_hook(lambda module, args, result: 2 * result)
-    check_same([_step(model)], [_step(other)])
+    check_same([step_of(model)], [step_of(other)])
     assert heard == [type(model.model.layers[0]._modules[on])]
 
 
@@ -112,11 +100,11 @@ def test_layers_that_are_read_are_in_no_graph_that_capture_records(bastile, monk
     """Those of the row are, as before."""
     monkeypatch.setattr(stand_in(bastile, monkeypatch), "memory_of", lambda device: 4)
     model = _model("H, dense")
-    expected = _step(model)
+    expected = step_of(model)
     bastile.kernelize(model)
     bastile.capture(model, 2, 11)
     for _ in range(3):
-        check_same([_step(model)], [expected])
+        check_same([step_of(model)], [expected])
     bastile.kernelize(model := _model("mamba alone"))
     with pytest.raises(TypeError, match="parts that are called as the modules that they are"):
         bastile.capture(model, 2, 11)

@@ -8,6 +8,7 @@ import torch
 from tests.any_model import VOCABULARY, tiny_of
 from tests.capturing import Rerun, captured, compare, stand_in
 from tests.models import Step
+from tests.patched import lora
 from tests.tolerances import relative_error
 from tools.family_loss import names_of
 
@@ -104,24 +105,24 @@ def test_attention_drops_what_its_own_attribute_says(bastile, checkpoints):
     model = tiny_model_of("mllama")
     if checkpoints:
         model.gradient_checkpointing_enable()
-    without = _step(model)
+    without = step_of(model)
     for module in model.modules():
         if type(vars(module).get("dropout")) in (int, float):
             module.dropout = 0.3
-    expected = _step(model)
+    expected = step_of(model)
     assert relative_error(without.loss, expected.loss) > 1e-4, "nothing is dropped"
     bastile.kernelize(model, attention=False, keep_attention=checkpoints)
     assert not any(row.code == "called" for row in bastile.explain(model).rows)
-    check_same([_step(model)], [expected])
+    check_same([step_of(model)], [expected])
 
 
 def test_attention_that_is_called_is_not_kept_and_says_so(bastile):
     model = tiny_model_of("deepseek_v3")
-    expected = _step(model)
+    expected = step_of(model)
     model.gradient_checkpointing_enable()
     bastile.kernelize(model, keep_attention=True)
     with pytest.warns(RuntimeWarning, match=r"keep_attention: the \w+ of this \w+DecoderLayer is not fused"):
-        check_same([_step(model)], [expected])
+        check_same([step_of(model)], [expected])
 
 
 def _all_of(model) -> tuple:
@@ -148,20 +149,17 @@ MLPS = "norm, gate_proj, up_proj, down_proj", "norm, fc1, fc2", "norm, gate_up_p
 WAYS = "checkpointed", "packed", "recomputed", "adapters", "adapters of experts", "compiled"
 
 
-def _step(model, called=None, seed=1, **inputs):
+def step_of(model, called=None, seed=1, **inputs):
     tokens = torch.randint(3, VOCABULARY - 20, (2, 11), generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(5)
     return Step(model, called, input_ids=tokens, labels=tokens, use_cache=False, **inputs)
 
 
 def _adapted(model, way):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
     shared = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if type(part) is torch.nn.Linear} - {"lm_head"})
     names = [name for name, _ in model.named_parameters() if "layers.1." in name and name.endswith(("experts.gate_up_proj", "gate.weight"))]
     more = {"target_parameters": [".".join(name.split(".")[-2:]) for name in names]} if way != "adapters" else {}
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=shared, **more)).train()
+    return lora(model, target_modules=shared, **more)
 
 
 def _is_block(part: str) -> bool:
@@ -177,16 +175,16 @@ def test_experts_in_every_way_of_training(bastile, kind, way):
         model = _adapted(model, way)
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
-    expected, weights = _step(model, **inputs), {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected, weights = step_of(model, **inputs), {name: weight.clone() for name, weight in model.state_dict().items()}
     bastile.kernelize(model, recompute_mlp=way == "recomputed")
     rows = bastile.explain(model).rows
     assert any(_is_block(row.part) and row.fused for row in rows) and not any(row.code == "called" for row in rows), rows
-    found = _step(model, torch.compile(model, backend="eager") if way == "compiled" else None, **inputs)
+    found = step_of(model, torch.compile(model, backend="eager") if way == "compiled" else None, **inputs)
     check_same([found], [expected])
     after = model.state_dict()
     assert after.keys() == weights.keys() and all(torch.equal(after[name], weight) for name, weight in weights.items())
     bastile.reset()
-    check_same([_step(model, **inputs)], [expected], 0, 1e-9)
+    check_same([step_of(model, **inputs)], [expected], 0, 1e-9)
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -195,10 +193,10 @@ def test_whole_layers_in_half_precision_are_as_exact_as_before(bastile, kind):
     for module in model.modules():  # the choice of all leaves none to rounding
         if type(getattr(module, "top_k", None)) is int:
             module.top_k, module.topk_group = 4, getattr(module, "num_group", 1)
-    exact, before = ([_step(each, seed=seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
+    exact, before = ([step_of(each, seed=seed) for seed in range(8)] for each in (copy.deepcopy(model).float(), model))
     bastile.kernelize(model)
     assert any(_is_block(row.part) and row.fused for row in bastile.explain(model).rows)
-    found = [_step(model, seed=seed) for seed in range(8)]
+    found = [step_of(model, seed=seed) for seed in range(8)]
     for name in (name for name, gradient in exact[0].gradients.items() if gradient.numel() > 24):
         mine, other = (
             sum(relative_error(one.gradients[name], right.gradients[name]) ** 2 for one, right in zip(steps, exact, strict=True)) ** 0.5
