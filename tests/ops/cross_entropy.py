@@ -239,7 +239,7 @@ MUTANTS = (
     (_KERNELS, "cross_entropy_statistics_weighted", "shift_of(m) * 0.5 - z * 0.5", "(shift_of(m) - z) * 0.5", "large_logits_smooth"),
     (_KERNELS, "join_partials", "(m - shift) * LOG2E", "m * LOG2E - shift * LOG2E", "large_logits"),
     (_KERNELS, "cross_entropy_combine", "(m - z) + log_sum", "(m + log_sum) - z", "large_logits"),
-    (_CHUNKS, "KernelChunk.loss", "z, shares, *partials", "z, shares * z.shape[1], *partials", "loss_smooth"),
+    (_OPERATION, "_forward", "shares, *partials", "shares * rows.shape[1], *partials", "loss_smooth"),
     (_KERNELS, "last_first", "block_from_last()", "0", "loss"),
     ("shared/ops/sums.py", "counted_mean", "mean.view(()), inverse", "mean.view(()), inverse * 2", "loss"),
     (_OPERATION, "cross_entropy", "and not more", "", "loss_returns"),

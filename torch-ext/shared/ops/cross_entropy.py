@@ -11,12 +11,11 @@ from .arrays import accumulation_dtype
 from .autocast import without_autocast
 from .linear_head import check_accum_dtype, fp16_factor
 from .rows import blocks_of_pieces, one_block_a_row
-from .softmax import pieces, slabs
 
 __all__ = [
     "Chunk", "CrossEntropyOptions", "KernelChunk", "LinearCrossEntropyOutput", "TokenLosses", "TorchChunk", "check_labels", "check_numbers",
-    "check_one_value_a_class", "check_reduction", "checked_options", "cross_entropy_of_logits", "is_counted", "output_of",
-    "reduced", "reduction_scale", "shift_of", "z_loss_of",
+    "check_one_value_a_class", "check_reduction", "checked_options", "cross_entropy_of_logits", "distance_of", "is_counted", "output_of",
+    "reduced", "reduction_scale", "shares_of", "shift_of", "z_loss_of",
 ]  # fmt: skip
 
 
@@ -200,20 +199,17 @@ class KernelChunk(Chunk):
     def loss(self):
         logits, options = self.logits, self.options
         statistics = _statistics_kernel if self.plain else _statistics_weighted_kernel
-        shape = (logits.shape[0], pieces(statistics, logits.shape[1]))
+        shape = (logits.shape[0], -(-logits.shape[1] // statistics.constant("TILE")))
         new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
         self.lse, self.likelihood = torch.empty((shape[0], 2), **new), torch.empty(shape[0], **new)
         if self.plain:
-            for slab in slabs(shape[1], logits, part_max, part_sum):
-                _statistics_kernel(*slab)
+            _statistics_kernel(logits, part_max, part_sum)
         else:
             self.look_up()
             part_total, shares = torch.empty(shape, **new), shares_of(self.weights)
-            for z, *partials in slabs(shape[1], logits, part_max, part_sum, part_total):
-                _statistics_weighted_kernel(z, shares, *partials, options.softcap)
-        for slab in slabs(1, logits, self.target, part_max, part_sum, self.lse, self.likelihood):
-            _combine_kernel(*slab, options.ignore_index, options.softcap)
+            _statistics_weighted_kernel(logits, shares, part_max, part_sum, part_total, options.softcap)
+        _combine_kernel(logits, self.target, part_max, part_sum, self.lse, self.likelihood, options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
         if not options.label_smoothing:

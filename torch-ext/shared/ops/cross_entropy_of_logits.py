@@ -17,7 +17,6 @@ from .autograd import Function, apply_function, needs_formula
 from .cross_entropy import (
     Chunk,
     CrossEntropyOptions,
-    KernelChunk,
     LinearCrossEntropyOutput,
     TokenLosses,
     TorchChunk,
@@ -25,21 +24,39 @@ from .cross_entropy import (
     check_one_value_a_class,
     check_reduction,
     checked_options,
+    distance_of,
     is_counted,
     output_of,
     reduced,
     reduction_scale,
+    shares_of,
     z_loss_of,
 )
 from .operators import traceable
-from .rows import blocks_of_pieces
+from .rows import blocks_of_pieces, one_block_a_row
 from .softmax import as_rows, most_pieces, pieces, slabs
 from .sums import counted_mean, inverse_count, total
 
 __all__ = ["cross_entropy"]
 
+_statistics = Kernel("cross_entropy_statistics", grid=blocks_of_pieces)
+_statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=blocks_of_pieces)
+_combine = Kernel("cross_entropy_combine", grid=one_block_a_row)
 _gradient = Kernel("cross_entropy_backward", grid=blocks_of_pieces)
 _gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=blocks_of_pieces)
+
+
+def _plain(options: CrossEntropyOptions, class_weight) -> bool:
+    return options.plain and class_weight is None
+
+
+class _Chunk(Chunk):
+    """The losses of logits whose statistics kernels have found."""
+
+    def __init__(self, logits, target, class_weight, options, lse, likelihood):
+        super().__init__(logits, target, class_weight, options)
+        self.lse, self.likelihood = lse, likelihood
+        self.look_up()
 
 
 def _forward(
@@ -53,9 +70,30 @@ def _forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(losses [tokens], lse [tokens, 2])."""
     options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, lse_square_scale)
-    has_kernels = kernels_compute(logits, target, class_weight)
-    chunk = (KernelChunk if has_kernels else TorchChunk)(as_rows(logits) if has_kernels else logits, target, class_weight, options)
-    return chunk.loss(), chunk.lse
+    if not kernels_compute(logits, target, class_weight):
+        in_torch = TorchChunk(logits, target, class_weight, options)
+        return in_torch.loss(), in_torch.lse
+    rows = as_rows(logits)
+    new: dict = {"dtype": torch.float32, "device": logits.device}
+    plain = _plain(options, class_weight)
+    shape = (rows.shape[0], pieces(_statistics if plain else _statistics_weighted, rows.shape[1]))
+    part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
+    lse, likelihood = torch.empty((shape[0], 2), **new), torch.empty(shape[0], **new)
+    if plain:
+        for slab in slabs(shape[1], rows, part_max, part_sum):
+            _statistics(*slab)
+    else:
+        shares = shares_of(torch.ones(rows.shape[1], **new) if class_weight is None else class_weight)
+        part_total = torch.empty(shape, **new)
+        for z, *partials in slabs(shape[1], rows, part_max, part_sum, part_total):
+            _statistics_weighted(z, shares, *partials, softcap)
+    for slab in slabs(1, rows, target, part_max, part_sum, lse, likelihood):
+        _combine(*slab, ignore_index, softcap)
+    if plain:
+        return likelihood, lse
+    tile = _statistics_weighted.constant("TILE")
+    distance = distance_of(lse, part_max, part_total, shares, tile) if label_smoothing else 0.0
+    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(distance), lse
 
 
 def _backward(
@@ -81,15 +119,13 @@ def _backward(
         return in_torch.logits.to(logits.dtype)
     rows, out = as_rows(logits), new_like(logits)
     dlogits = out.view(rows.shape)
-    chunk = Chunk(logits, target, class_weight, options)
-    if chunk.plain:
+    if _plain(options, class_weight):
         per_token = dloss.shape[0] > 1
         most = most_pieces(_gradient, rows.shape[1])
         for z, t, row_lse, dz, *d in slabs(most, rows, target, lse, dlogits, *((dloss,) if per_token else ())):
             _gradient(z, t, row_lse, d[0] if per_token else dloss, scale, dz, ignore_index)
         return out
-    chunk.lse = lse
-    chunk.look_up()
+    chunk = _Chunk(logits, target, class_weight, options, lse, lse)
     coefficients = [t.contiguous() for t in chunk.coefficients(dloss * scale)]
     for z, dz, t, row_lse, a, b, c in slabs(pieces(_gradient_weighted, rows.shape[1]), rows, dlogits, target, lse, *coefficients):
         _gradient_weighted(z, chunk.weights, t, row_lse, a, b, c, dz, softcap)
