@@ -302,3 +302,64 @@ def test_a_model_that_was_moved_to_another_device(package, tiny_model, monkeypat
     for seed in range(3):
         counts = compare(model, plain, seed, attention_mask=mask)
     assert (counts, graphs._pool is not before) == ((whole(), True) if has_graphs else (0, False))
+
+
+# ---------------------------------------------------------------- what puts layers on again
+def told_again(package, model):
+    package.kernelize(model)
+
+
+def on_the_classes(package, model):
+    package.apply()
+
+
+def off_the_classes(package, model):
+    package.apply(decoder_layer=False, rms_norm=False)
+
+
+AGAIN = told_again, on_the_classes, off_the_classes
+
+
+@one_family
+@pytest.mark.parametrize("again", AGAIN, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("before", (None, *AGAIN[:2]), ids=lambda function: getattr(function, "__name__", "plain"))
+def test_layers_that_are_put_on_a_captured_model(package, tiny_model, before, again):
+    """They are replayed: with the same results as if they had been put on first. `reset` takes all of it off."""
+    model, plain = tiny_model(), tiny_model()
+    for each in (model, plain) if before is not None else ():
+        before(package, each)
+    package.capture(model, *SHAPE)
+    for seed in range(3):
+        compare(model, plain, seed=seed)
+    for each in (model, plain):
+        again(package, each)
+    assert [compare(model, plain, seed=seed) > 0 for seed in range(3)][1:] == [True, True]
+    rows = {row.part: row.fused for row in package.explain(model).rows}
+    assert rows["captured [2, 9]"] and rows == {"captured [2, 9]": True, **{row.part: row.fused for row in package.explain(plain).rows}}
+    package.reset()
+    assert not any(name.startswith("_bastile") or name == "forward" for layer in model.model.layers for name in vars(layer))
+    before_it = Rerun.replays
+    assert_equal(gradients(model), gradients(tiny_model()))
+    assert Rerun.replays == before_it
+
+
+@one_family
+def test_a_forward_of_the_users_beneath_the_graphs(package, tiny_model):
+    """It is neither lost nor said to be ours."""
+    model = package.kernelize(tiny_model())
+    layer = model.model.layers[1]
+    forward, calls = type(layer).forward, []
+
+    def mine(*args, **kwargs):
+        calls.append(1)
+        return forward(layer, *args, **kwargs)
+
+    layer.forward = mine
+    package.capture(model, *SHAPE)
+    with pytest.warns(RuntimeWarning, match="keeps the forward"):
+        package.kernelize(model)
+    loss_of(model).backward()
+    assert calls
+    assert next(row.count for row in package.explain(model).rows if row.part == "decoder layer" and not row.fused) == 1
+    package.reset()
+    assert layer.forward is mine

@@ -24,14 +24,14 @@ from ...ops.second_run import in_backward_pass
 from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
-from ..parts.modules import marked
+from ..parts.modules import WITHOUT_GRAPHS, marked
 from ..parts.tree import NotCopied
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
 from .graph_memory import Memory
 from .graph_sizes import GraphSizes
 from .graphed_checkpoints import is_checkpointed, why_not_graphed
-from .graphed_layers import GRAPHS, WITHOUT_GRAPHS, run
+from .graphed_layers import GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
 
 __all__ = ["capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "release"]

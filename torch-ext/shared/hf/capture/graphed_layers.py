@@ -18,18 +18,17 @@ from ...ops.attention import AttentionPlan
 from ...ops.autograd import Function
 from ...runtime.device import version_of
 from ..attention.masks import Rule, Visible
-from ..parts.modules import SAVED
+from ..parts.modules import SAVED, WITHOUT_GRAPHS
 from ..parts.watch import Watch
 from .graph_memory import InputBuffer, Memory, move_gradients
 from .graphed_checkpoints import checkpointed, without_their_own
 
 __all__ = [
-    "GRAPHS", "WITHOUT_GRAPHS", "GraphedLayers", "Handover", "Observed", "ReplayedOutputs", "autocast_dtype", "run", "without_tensors",
+    "GRAPHS", "GraphedLayers", "Handover", "Observed", "ReplayedOutputs", "autocast_dtype", "run", "without_tensors",
 ]  # fmt: skip
 
-GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs; on the causal LM: those graphs
+GRAPHS = SAVED + "graphs"  # on a layer: its place in its model's graphs
 VERSION = operator.attrgetter("_version")  # `version_of` in C, of tensors whose writes are counted
-WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a layer: the forward that stood on it before, None where there was none
 
 
 def run(layer, args, kwargs):

@@ -16,6 +16,7 @@ from ..parts.modules import (
     LAYER,
     OFF,
     SAVED,
+    WITHOUT_GRAPHS,
     for_class,
     is_called_as_usual,
     is_defined_by,
@@ -31,8 +32,8 @@ from .families import Families, Targets
 
 __all__ = [
     "CALL_BEFORE", "WRAPPED", "all_are_seen", "bind", "calls_ours", "claim", "claim_layers", "class_for", "class_of", "class_stranger",
-    "copy_with", "current", "defines_forward", "describe", "forward_for", "hands_on", "holder", "is_wrapper", "original", "other_owner",
-    "other_package", "runs_ours", "slot_of", "stranger", "unbind", "warn_of_others",
+    "copy_with", "current", "defines_forward", "describe", "forward_for", "forward_on", "hands_on", "holder", "is_wrapper", "original",
+    "other_owner", "other_package", "runs_ours", "slot_of", "stranger", "unbind", "warn_of_others",
 ]  # fmt: skip
 
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
@@ -176,13 +177,23 @@ def slot_of(module):
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
+def _place_of(state, slot):
+    """The attribute in which the forward of a module is that has one in a slot: where `capture` put it, if its own is there instead."""
+    return WITHOUT_GRAPHS if WITHOUT_GRAPHS in state and is_ours(state.get(slot)) else slot
+
+
+def forward_on(module):
+    """The forward that hides the class's on one module, other than that of `capture`; None where there is none."""
+    return vars(module).get(_place_of(vars(module), slot_of(module)))
+
+
 def other_owner(module):
     """Names who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" if none did, or if
     that forward calls ours. One of ours in its place would drop what it does."""
     state = vars(module)
     if WRAPPED in state:
         return "" if calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
-    function = inside(_function(state.get(slot_of(module))))
+    function = inside(_function(forward_on(module)))
     cls = defines_forward(type(module))
     if function is None or function in (current(cls, "forward"), vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
         return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else class_owner(cls)
@@ -194,7 +205,7 @@ def other_owner(module):
 def runs_ours(module) -> bool:
     """Tells whether a call of a module comes to a forward of ours, be it inside those that accelerate and TRL's head put around it."""
     state = vars(module)
-    function, seen = _function(state.get(WRAPPED) or state.get(slot_of(module)) or type(module).forward), set()
+    function, seen = _function(state.get(WRAPPED) or forward_on(module) or type(module).forward), set()
     while function is not None and not is_marked(inside(function)) and id(function) not in seen:
         seen.add(id(function))
         held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -239,9 +250,10 @@ def bind(module, function):
     state.pop(OFF, None)
     if WRAPPED in state or (calls_ours(previous) and not is_ours(previous)):
         return  # what is wrapped is ours already
-    if not is_ours(previous):
-        state.setdefault(SAVED + "replaced", (slot, previous))
-    state[slot] = _between_exchanges(module, BoundForward(function, module))
+    place = _place_of(state, slot)
+    if not is_ours(state.get(place)):
+        state.setdefault(SAVED + "replaced", (slot, state.get(place)))
+    state[place] = _between_exchanges(module, BoundForward(function, module))
 
 
 def unbind(module):
@@ -249,6 +261,7 @@ def unbind(module):
     state = vars(module)
     bound = SAVED + "replaced" in state
     slot, previous = state.pop(SAVED + "replaced", (slot_of(module), None))
+    slot = _place_of(state, slot)
     forward = state.get(slot)
     if not is_ours(forward):  # it was replaced meanwhile
         if bound or calls_ours(forward) or calls_ours(state.get(WRAPPED)):
@@ -258,6 +271,8 @@ def unbind(module):
         state[slot] = previous
     elif slot == "forward":
         del state[slot]
+    elif slot == WITHOUT_GRAPHS:
+        state[slot] = None
     else:
         state[slot] = MethodType(type(module).forward, module)
 

@@ -192,8 +192,7 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
 
 def _without_other_packages(families: Families, modules):
     """Lists the modules without those to which another package gave a forward of their own."""
-    states = ((module, vars(module)) for module in modules)
-    return [module for module, state in states if not ownership.other_package(state.get(ownership.slot_of(module)), families)]
+    return [module for module in modules if not ownership.other_package(ownership.forward_on(module), families)]
 
 
 def _tell_causal_lm(causal_lm, options, unpad):
@@ -282,7 +281,7 @@ def _bind_hidden(owner, replacement, modules):
     for module in modules:
         if not isinstance(owner, type) or not isinstance(module, owner):
             continue
-        if ownership.slot_of(module) not in vars(module):
+        if ownership.forward_on(module) is None:
             vars(module).pop(OFF, None)  # what was around our forward is gone
         elif ownership.defines_forward(type(module)) is owner:
             if ownership.other_owner(module):

@@ -8,11 +8,10 @@ from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Nam
 import torch
 from torch import nn
 
-from ..capture.graphed_layers import WITHOUT_GRAPHS
 from ..family.calls import kind_of
 from ..family.layer_reader import alike
 from ..family.mask_reader import FUNCTIONS, why_masks_stay
-from ..family.ownership import CALL_BEFORE, bind, forward_for, is_wrapper, other_owner, slot_of
+from ..family.ownership import CALL_BEFORE, bind, forward_for, forward_on, is_wrapper, other_owner
 from ..family.probes import flags_of
 from ..family.row_reader import Row, class_names, experts_of_called, row_of
 from ..family.versions import changed_texts, release
@@ -197,5 +196,4 @@ def why_attention_stays(decoder: Any) -> Optional[Reason]:
 
 def read_of(layer: nn.Module) -> Optional[RecognisedLayer]:
     """What serves a layer that has a forward for recognised ones; None for another."""
-    state = vars(layer)
-    return getattr(state.get(WITHOUT_GRAPHS, state.get(slot_of(layer))), READ, None)
+    return getattr(forward_on(layer), READ, None)

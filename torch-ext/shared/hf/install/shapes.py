@@ -17,7 +17,7 @@ from torch import nn
 from ..attention.attention_choice import WITHOUT, lies_where_kernels_run
 from ..family.forwards import rotary_of, unless_replaced
 from ..family.known_texts import TEXTS
-from ..family.ownership import bind, copy_with, is_wrapper, other_owner, slot_of
+from ..family.ownership import bind, copy_with, forward_on, is_wrapper, other_owner
 from ..layer.decoder_layer import FusedLayer
 from ..layer.recognised_layer import FACTS
 from ..model.losses import Read
@@ -80,7 +80,7 @@ class Shapes:
             for module, forward in experts_in(found.own, layer):
                 if not other_owner(module):
                     bind(module, forward)
-            if slot_of(layer) in vars(layer) and other_owner(layer):
+            if forward_on(layer) is not None and other_owner(layer):
                 others.append(layer)
             else:
                 bind(layer, found.forward)

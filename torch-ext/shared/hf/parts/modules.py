@@ -22,8 +22,8 @@ from .lookups import LAYER, SAVED, function_in, is_by, original_forward_of, repl
 
 __all__ = [
     "ACTIVATIONS", "ACTIVATION_CLASSES", "CAPTURED", "CAPTURING", "DEEPSPEED", "FORWARDS", "FSDP", "FSDP2", "MODULE_CALL", "OFF",
-    "Layer", "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs", "decoder_of", "for_class",
-    "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_silu",
+    "WITHOUT_GRAPHS", "Layer", "OwnForwards", "all_are_listened_to", "beside_class", "captured_in_first_run", "captured_outputs",
+    "decoder_of", "for_class", "has_class_forward", "is_activation", "is_called_as_usual", "is_defined_by", "is_marked", "is_silu",
     "is_transformers_own", "marked", "modules_of", "original_forward", "own_class", "own_forward", "rotary_forward", "runs_torchs",
     "torchs_own", "why_not_own", "without_decorators", "without_fsdp2",
 ]  # fmt: skip
@@ -33,6 +33,7 @@ FSDP = "torch.distributed.fsdp"
 FSDP2 = (FSDP, "torch.distributed._composable")  # the second of `replicate`, which is made of it
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
+WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a captured layer: the forward that stood on it before, None where there was none
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 _MODULES = operator.attrgetter("_modules")
 _VALUES = operator.methodcaller("values")  # of a dictionary, or of what a scripted module has instead
