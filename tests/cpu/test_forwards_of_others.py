@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.qwen3 import modeling_qwen3
 
-from tests.models import tiny_model
+from tests.models import Step, random_tokens, tiny_model
 from tests.patched import install
 from tests.qwen3_steps import OPERATIONS, TOKENS, own_forwards, uses_layers
 
@@ -164,3 +164,21 @@ def test_a_part_whose_forward_someone_replaced(qwen3):
         qwen3.reset()
         assert norm.forward is own
     del norm.forward
+
+
+def test_a_forward_that_was_taken_stays_what_it_was(qwen3):
+    """As a bound method does, whatever the module's class is later; the module's own follows its class."""
+    found = []
+    for ours in (False, True):
+        model = tiny_model()
+        mlp, norm = model.model.layers[0].mlp, model.model.norm
+        if ours:
+            qwen3.kernelize(model)
+        taken = mlp.forward
+        mlp.forward = lambda *args, taken=taken, **kwargs: taken(*args, **kwargs) * 1.05
+        for module in (mlp, norm):
+            cls = type(module)
+            twice = lambda self, *args, of=cls.forward, **kwargs: 2 * of(self, *args, **kwargs)  # noqa: E731
+            module.__class__ = type(cls.__name__, (cls,), {"forward": twice})
+        found.append(Step(model, input_ids=random_tokens(2, 9), labels=random_tokens(2, 9), use_cache=False))
+    found[1].assert_same(found[0])

@@ -8,7 +8,7 @@ from types import MethodType
 
 import torch
 
-from .modules import is_marked, original_forward
+from .modules import WITHOUT_GRAPHS, is_marked, original_forward
 from .wrapped import inside
 
 __all__ = ["BoundForward", "BoundMethod", "begin_graphs_after", "bound_modules", "remember"]
@@ -81,9 +81,10 @@ class BoundForward(BoundMethod):
 
     @property
     def __func__(self):
-        of_class = type(self.__self__).forward
-        if of_class is self._class_forward:
-            return self.bound_function
+        module = self.__self__
+        of_class = type(module).forward
+        if of_class is self._class_forward or all(vars(module).get(name) is not self for name in ("forward", WITHOUT_GRAPHS)):
+            return self.bound_function  # whoever else holds it has what the forward was when it was taken
         within = inside(of_class)
         return self.bound_function if within is self._class_forward or is_marked(within) else of_class
 
