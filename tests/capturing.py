@@ -64,7 +64,7 @@ def stand_in(package, monkeypatch):
 
 def graphs_of(package, causal_lm):
     """What is captured of a causal LM."""
-    return vars(causal_lm)[importlib.import_module(f"{package.__name__}.shared.hf.capture.graphed_layers").GRAPHS]
+    return importlib.import_module(f"{package.__name__}.shared.hf.capture.capture").model_of(causal_lm.model.layers[0])
 
 
 def check_replayed(model, plain, steps):

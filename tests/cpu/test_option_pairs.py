@@ -11,11 +11,13 @@ from tests import heap
 from tests.models import random_tokens, tiny_gpt_oss, tiny_qwen3_moe
 
 OPERATIONS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts")
-TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16", "offload": False}
+TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True, "products": "bf16", "offload": False,
+        "capture": False}
 OF_APPLY = ({}, *({name: False} for name in (*OPERATIONS, "unpad", "log_probs")), {"keep_attention": True}, {"recompute_mlp": True},
-            {"recompute_mlp": 64}, {"products": "fp8"}, {"offload": True}, {"fused_linear_cross_entropy": {"label_smoothing": 0.5}})
+            {"recompute_mlp": 64}, {"products": "fp8"}, {"offload": True}, {"capture": 0.5},
+            {"fused_linear_cross_entropy": {"label_smoothing": 0.5}})
 OF_KERNELIZE = ({}, {"attention": False}, {"unpad": False}, {"log_probs": False}, {"keep_attention": True},
-                {"recompute_mlp": True}, {"products": "fp8"}, {"offload": True})
+                {"recompute_mlp": True}, {"products": "fp8"}, {"offload": True}, {"capture": True})
 
 
 def all_pairs(calls):
@@ -52,6 +54,7 @@ def state_of(package, model):
     found["recompute_mlp"] = checkpointing.tile_of(layer) or checkpointing.recomputes_mlp(layer)
     offload = sys.modules[hf + "layer.offload"]
     found["offload"] = checkpointing.was_told(layer, offload.OFFLOADS)
+    found["capture"] = checkpointing.was_told(layer, sys.modules[hf + "capture.when_told"].CAPTURES)
     found["products"] = sys.modules[hf + "layer.products"].products_of(layer)
     return found
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.capturing import Rerun, assert_equal, batch, loss_of, one_family, whole
+from tests.capturing import Rerun, assert_equal, batch, graphs_of, loss_of, one_family, whole
 from tests.cpu.capture.test_capture_threads import started
 from tests.tolerances import assert_close
 
@@ -60,11 +60,6 @@ def pair(package, model, **told):
         package.kernelize(m)
         (m.get_base_model() if hasattr(m, "peft_config") else m).set_attn_implementation("bastile")
     return package.capture(model, **told), plain
-
-
-def graphs_of(model):
-    """What a captured model's graphs share."""
-    return next(value for value in vars(model.model.layers[0]).values() if hasattr(value, "model")).model
 
 
 def row_of(package, model):
@@ -127,7 +122,7 @@ def test_sizes_in_turn_share_the_memory(package, tiny_model):
                 step(m, padded(4 * round_ + number, total))
         assert Rerun.replays == before  # of the plain one
         assert_equal(*({name: parameter.grad for name, parameter in m.named_parameters()} for m in (model, plain)))
-    kinds = graphs_of(model).kinds.values()
+    kinds = graphs_of(package, model).kinds.values()
     graphed = [kind.graphed[0] for kind in kinds]
     assert len(graphed) == len(SIZES)
     for gradients_of in zip(*(each.gradients for each in graphed)):
@@ -145,11 +140,11 @@ def test_a_larger_size_begins_another_pool(package, tiny_model):
         return [compare(model, plain, padded(seed, total)) for seed in range(passes)]
 
     assert counts(40, 2) == counts(52, 2) == [0, whole()]
-    pools = {graphs_of(model)._pool}
-    assert counts(40, 1) == [whole()] and len(pools | {graphs_of(model)._pool}) == 1
+    pools = {graphs_of(package, model)._pool}
+    assert counts(40, 1) == [whole()] and len(pools | {graphs_of(package, model)._pool}) == 1
     for total in (88, 144, 224, 352, 576, 896):
         assert counts(total, 2) == [0, whole()]
-        pools.add(graphs_of(model)._pool)
+        pools.add(graphs_of(package, model)._pool)
     assert len(pools) == 5 and counts(40, 2) == [whole(), whole()]
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import ContextManager, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import ContextManager, Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from .graphed_checkpoints import is_checkpointed, why_not_graphed
 from .graphed_layers import GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
 
-__all__ = ["capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "release"]
+__all__ = ["capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release"]
 
 SEVERAL = -1  # threads that train a model
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
@@ -52,6 +52,7 @@ class CapturedModel(NotCopied):
         self._trained = trained
         self.shapes: set = set() if trained is None else trained.shapes
         self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
+        self.as_told = False  # by an option of `apply` or `kernelize`, and only while that is on
         self.memory = Memory()
         self.starts = 0  # with other pools
         self.kinds: Dict[tuple, Kind] = {}
@@ -231,29 +232,33 @@ def release(module: nn.Module) -> None:
             state["forward"] = before
 
 
-def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
-    """Tells whether the layers of a causal LM are to be replayed for a batch of a shape [batch, tokens]. Its padding must then stay."""
-    model = causal_lm.__dict__.get(GRAPHS)
+def model_of(layer: Optional[nn.Module]) -> Optional[CapturedModel]:
+    """What is captured of the model of a layer."""
+    place = None if layer is None else layer.__dict__.get(GRAPHS)
+    return None if place is None else place.model
+
+
+def _of_decoder(decoder: nn.Module) -> Optional[CapturedModel]:
+    return model_of(next(iter(getattr(decoder, "layers", ())), None))
+
+
+def is_wanted(decoder: nn.Module, shape: torch.Size) -> bool:
+    """Tells whether the layers of a decoder are to be replayed for a batch of a shape [batch, tokens]. Its padding must then stay."""
+    model = _of_decoder(decoder)
     return model is not None and tuple(shape) in model.shapes
 
 
-def lengths_are_captured(causal_lm: nn.Module) -> bool:
-    """Tells whether a pass of a causal LM in training may get graphs by the length of its row, so that lengths had better be few."""
-    model = causal_lm.__dict__.get(GRAPHS)
-    return model is not None and model.sizes is not None and causal_lm.training
+def lengths_are_captured(decoder: nn.Module) -> bool:
+    """Tells whether a pass of a decoder in training may get graphs by the length of its row, so that lengths had better be few."""
+    model = _of_decoder(decoder)
+    return model is not None and model.sizes is not None and decoder.training
 
 
 def capture(
-    layers: List[nn.Module],
-    causal_lms: List[nn.Module],
-    whole: nn.Module,
-    batch: Optional[int],
-    tokens: Optional[int],
-    sizes: int,
-    memory: Optional[float],
-) -> None:
+    layers: List[nn.Module], asked: Iterable[nn.Module], batch: Optional[int], tokens: Optional[int], sizes: int, memory: Optional[float]
+) -> CapturedModel:
     """Replays the decoder layers of a model for inputs [batch, tokens], or the sizes that come most often; see `capture` of a package.
-    causal_lms: what holds the layers; whole: what was given to be captured."""
+    asked: what trainers ask of in each pass: the model, and what holds the layers in it."""
     by_shape = batch is not None or tokens is not None
     for name, number in (("batch", batch), ("tokens", tokens)) if by_shape else (("sizes", sizes),):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -278,10 +283,9 @@ def capture(
         device = next(layers[0].parameters()).device
         nbytes = memory_of(device) // OF_MEMORY if memory is None else int(memory * 2**30)
         model.sizes, model.without_gradients.sizes = GraphSizes(sizes, nbytes), GraphSizes(sizes, nbytes)
-    for causal_lm in causal_lms:
-        causal_lm.__dict__[GRAPHS] = model
-    for each in {*causal_lms, whole}:
+    for each in asked:
         answer(each)
+    return model
 
 
 class Captured(NamedTuple):
@@ -296,19 +300,19 @@ class Captured(NamedTuple):
 
 def captured_sizes(layer: nn.Module) -> Optional[Captured]:
     """Returns what is captured of the sizes of a layer's model; None unless `capture` was called without a shape."""
-    place = layer.__dict__.get(GRAPHS)
-    if place is None or place.model.sizes is None:
+    model = model_of(layer)
+    if model is None or model.sizes is None:
         return None
-    sizes, kinds = place.model.sizes, place.model.kinds
+    sizes, kinds = model.sizes, model.kinds
     recorded = [key for key in sizes.chosen if key in kinds and kinds[key].graphed]
     share = sum(sizes.passes[key] for key in recorded) / max(sum(sizes.passes.values()), 1)
-    return Captured(len(recorded), len(sizes.passes), share, place.model.nbytes())
+    return Captured(len(recorded), len(sizes.passes), share, model.nbytes())
 
 
 def captured_passes(layer: nn.Module) -> Tuple[List[tuple], List[Reason]]:
     """([(batch and tokens, whether they are recorded by now)], [why a pass ran as before]) of a layer's model; empty without `capture`."""
-    place = layer.__dict__.get(GRAPHS)
-    if place is None:
+    model = model_of(layer)
+    if model is None:
         return [], []
-    recorded = {tuple(key[0][:-1]) for key, kind in place.model.kinds.items() if kind.graphed}
-    return [(shape, shape in recorded) for shape in sorted(place.model.shapes)], place.model.reasons
+    recorded = {tuple(key[0][:-1]) for key, kind in model.kinds.items() if kind.graphed}
+    return [(shape, shape in recorded) for shape in sorted(model.shapes)], model.reasons

@@ -4,9 +4,10 @@ import inspect
 import textwrap
 from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
 
+from ...ops.arguments import fail
 from .families import LOSS
 
-__all__ = ["DEFAULTS", "Settings", "entries_of", "given", "signature_of", "text_of"]
+__all__ = ["DEFAULTS", "Settings", "entries_of", "given", "signature_of", "switch_or_gib", "text_of"]
 
 # What a package's `apply` says of an option that it has. Those that are no operation have a default of their own.
 TEXTS = {
@@ -47,6 +48,9 @@ TEXTS = {
     "products": """"bf16", or "fp8": the products of a dense decoder layer's linear layers, their inputs' gradients and their weights'
             are multiplied in e4m3 where that is possible and pays; `explain` says where. Head, attention, adapters, experts and norms stay
             as they are. A product then has 28 dB, where bf16 has 55 (docs/options.md).""",
+    "capture": """the first training pass captures the model's layers, for the lengths that recur, as `capture(model)` does: short steps no
+            longer wait for the host (docs/options.md). True, or the GiB that the graphs may take. What cannot be captured runs as before,
+            with a warning; `explain` says what is replayed.""",
     "offload": """with gradient checkpointing, the input of each decoder layer goes to pinned memory of the host while the layer runs, on
             a stream of its own, and comes back while the layer after it runs backward; with keep_attention, attention's output too. The
             results have the same bits. True, or the GiB that may be pinned: by default three quarters of what is free, shared among the
@@ -64,6 +68,7 @@ class Settings(NamedTuple):
     log_probs: Union[bool, Mapping[str, Any]] = True
     products: str = "bf16"
     offload: Union[bool, float] = False
+    capture: Union[bool, float] = False
 
 
 DEFAULTS = Settings()
@@ -104,6 +109,15 @@ def given(signature: inspect.Signature, args: tuple, kwargs: Dict[str, Any]) -> 
         raise TypeError(f"apply(): {error}; its options are {', '.join(names)}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def switch_or_gib(name: str, value: Any, of_what: str) -> Union[bool, float]:
+    """An option that is on, off, or a number of GiB. Raises ValueError for anything else."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, (int, float)) or not value > 0:
+        fail(name, repr(value), f"True, False, or the GiB {of_what}")
+    return float(value)
 
 
 def entries_of(name: str, value: Any, known: Sequence[str]) -> Dict[str, Any]:

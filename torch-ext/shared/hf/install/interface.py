@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Mapping, Sequence, Type
 from torch import nn
 
 from ...runtime.tuning import TOKENS, clear_autotune_cache, warm_up_models
+from ..capture.when_told import SIZES
 from ..family import options, ownership, versions
 from ..layer import eight_bit_weights, four_bit_weights
 from ..parts import host_embedding
@@ -60,7 +61,7 @@ class Interface:
 
     def kernelize(
         self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, products="bf16",
-        offload=False,
+        offload=False, capture=False,
     ):  # fmt: skip
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
@@ -77,15 +78,16 @@ class Interface:
         Args:
             model: one of transformers, with or without a head, alone or inside another module (PEFT).
             mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
-            attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload: as in `apply`.
+            attention, unpad, keep_attention, recompute_mlp, log_probs, products, offload, capture: as in `apply`.
 
         Raises:
             TypeError: when the model has none of the layers that this package replaces.
-            ValueError: for `kernels.Mode.FALLBACK`, unknown products, and sizes that `recompute_mlp` or `offload` cannot have.
+            ValueError: for `kernels.Mode.FALLBACK`, unknown products, and values that `recompute_mlp`, `offload` or `capture` cannot
+                have, or not without `attention`.
             RuntimeError: when not all operations could be put on it.
             ImportError: when transformers is absent or its version does not fit.
         """
-        told = options.Settings(unpad, keep_attention, recompute_mlp, log_probs, products, offload)
+        told = options.Settings(unpad, keep_attention, recompute_mlp, log_probs, products, offload, capture)
         return one_model.kernelize(self.families, model, told, mode, attention, self._shapes)
 
     def eight_bits(self, model):
@@ -181,7 +183,7 @@ class Interface:
         left = versions.what_is_left(unknown)
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
-    def capture(self, model, batch=None, tokens=None, sizes=32, memory=None):
+    def capture(self, model, batch=None, tokens=None, sizes=SIZES, memory=None):
         """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], or without a shape for the most frequent
         lengths, and returns the model.
 

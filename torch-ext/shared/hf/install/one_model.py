@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
@@ -156,7 +157,7 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     a row by what their layers compute, too, and the loss of any model."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    noted = patching.noted_on_layers(told)
+    noted = patching.noted_on_layers(told, attention)
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     if shapes is not None:  # a tower may have a family's norms, behind a decoder without a row
@@ -225,7 +226,7 @@ def _tell_read_decoders(families: Families, model, attention):
         if ownership.other_owner(decoder) or why_attention_stays(decoder) is not None:
             continue
         register_attention(type(decoder), causal=False)
-        ownership.bind(decoder, choosing_forward(decoder))
+        ownership.bind(decoder, choosing_forward(decoder, partial(_layers_to_capture, families)))
         watch_attention(decoder).read = True
         vars(decoder)[WITHOUT] = not attention
 
@@ -253,10 +254,14 @@ def _causal_lms(families: Families, model):
 
 def capture(families: Families, model, *told):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; told: the other arguments of `capture` of a package."""
-    read = _layers_that_were_read(model)
-    with_loss = [*_causal_lms(families, model), *(module for module in model.modules() if SHAPE in vars(module))]
-    graphs.capture(read or [layer for _, layer in _decoder_layers(families, model) if read_of(layer) is None], with_loss, model, *told)
+    asked = {model, *_causal_lms(families, model), *(module for module in model.modules() if SHAPE in vars(module))}
+    graphs.capture(_layers_to_capture(families, model), asked, *told)
     return model
+
+
+def _layers_to_capture(families: Families, model) -> List[nn.Module]:
+    """The layers of a model that `capture` replays. Raises TypeError where it has none, or ones that a graph might not repeat."""
+    return _layers_that_were_read(model) or [layer for _, layer in _decoder_layers(families, model) if read_of(layer) is None]
 
 
 def _layers_that_were_read(model) -> List[nn.Module]:

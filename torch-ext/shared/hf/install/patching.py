@@ -27,10 +27,11 @@ from ..attention.attention_choice import (
 )
 from ..capture import capture as graphs
 from ..capture.asked_each_pass import answer_for_adapters, answer_for_class, take_back_from_adapters, take_back_from_class
+from ..capture.when_told import CAPTURES, LEFT
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets
-from ..family.options import DEFAULTS, Settings, entries_of
+from ..family.options import DEFAULTS, Settings, entries_of, switch_or_gib
 from ..family.versions import Unfit, by_argument, modeling_of, note, unfit_texts
 from ..layer import offload as offload_of
 from ..layer.checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP, check_recompute
@@ -51,7 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 # On a module: what kernelize() was told of its model, and what it said.
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, offload_of.OFFLOADS, WITHOUT, SHAPE, SAID, FACTS
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, PRODUCTS, offload_of.OFFLOADS, CAPTURES, LEFT, WITHOUT, SHAPE, SAID, FACTS
 
 
 class FoundFamily(NamedTuple):
@@ -132,12 +133,16 @@ def register(families: Sequence[FoundFamily]):
         register_experts()
 
 
-def noted_on_layers(told: Settings) -> Dict[str, Any]:
-    """Returns the values that `Settings` puts on decoder layers or their class. Raises for a wrong option before anything is changed."""
+def noted_on_layers(told: Settings, attention: Any) -> Dict[str, Any]:
+    """Returns the values that `Settings` puts on decoder layers or their class. Raises for a wrong option before anything is changed.
+    attention: whether that operation is wanted."""
     check_products(told.products)
     trl.options_of(told.log_probs)
-    recomputes, offloads = check_recompute(told.recompute_mlp), offload_of.check_offload(told.offload)
-    noted = {KEEPS_ATTENTION: bool(told.keep_attention), RECOMPUTES_MLP: recomputes}
+    recomputes, offloads = check_recompute(told.recompute_mlp), switch_or_gib("offload", told.offload, "of host memory that may be pinned")
+    captures = switch_or_gib("capture", told.capture, "that the graphs may take")
+    if captures and not attention:
+        fail("capture", repr(told.capture), "False without attention: the forward that chooses it captures the layers")
+    noted = {KEEPS_ATTENTION: bool(told.keep_attention), RECOMPUTES_MLP: recomputes, CAPTURES: captures}
     return {**noted, PRODUCTS: told.products, offload_of.OFFLOADS: offloads}
 
 
@@ -154,7 +159,7 @@ def patch_classes(families: Families, wanted, told: Settings = DEFAULTS):
         ValueError: for unknown products, or ones that no layer would make.
         ImportError: when transformers is absent or its version does not fit.
     """
-    noted = noted_on_layers(told)
+    noted = noted_on_layers(told, wanted.get("attention", True))
     needed = dict.fromkeys(name for targets in families for name in ("decoder_layer", *targets.needs))
     off = [name for name in needed if not wanted.get(name, True)]
     if told.products != "bf16" and off:

@@ -15,7 +15,6 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.arguments import fail
 from ...runtime.device import is_ordinary
 from ...runtime.host_memory import Away
 from ..parts.explanation import Reason, warn_once
@@ -23,7 +22,7 @@ from ..parts.modules import SAVED
 from ..parts.wrapped import WRAPPING
 from .checkpointing import kept_on, move_to, place_of, was_told
 
-__all__ = ["FUNCTION", "OFFLOADS", "check_offload", "explain_offload", "switch", "take_back"]
+__all__ = ["FUNCTION", "OFFLOADS", "explain_offload", "switch", "take_back"]
 
 OFFLOADS = SAVED + "offloads"  # on a decoder layer or its class: what apply() or kernelize() was told
 FUNCTION = "_gradient_checkpointing_func"  # on a layer: what transformers checkpoints it with
@@ -31,15 +30,6 @@ OF_TRANSFORMERS = "gradient_checkpointing_enable.<locals>.checkpoint_func"  # th
 PART = "checkpoints in host memory"  # as `explain` names it
 _last = threading.local()  # by device: the checkpoint that left it last; both refer to it weakly
 _next: Dict[torch.device, Any] = {}  # by device: the checkpoint that was asked back ahead of its turn
-
-
-def check_offload(offload: Any) -> Union[bool, float]:
-    """Returns the value of `offload` to note on a layer. Raises ValueError for any other than a bool or a number of GiB."""
-    if isinstance(offload, bool):
-        return offload
-    if not isinstance(offload, (int, float)) or not offload > 0:
-        fail("offload", repr(offload), "True, False, or the GiB of host memory that may be pinned")
-    return float(offload)
 
 
 def _nobody() -> None:

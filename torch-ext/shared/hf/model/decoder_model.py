@@ -13,6 +13,7 @@ from ..attention.document_bounds import documents_in
 from ..attention.exchange import warn_of_graphs
 from ..attention.masks import TRACEABLE, WINDOWS, kinds_of_layers, makes_masks_by_layer, masks_of_layers, no_mask, visible_rows
 from ..attention.row_documents import spans_in_bounds
+from ..capture.when_told import capture_as_told
 from ..family.arguments import CACHE
 from ..family.ownership import forward_for
 from ..parts.modules import all_are_listened_to, is_marked, original_forward, own_forward
@@ -123,20 +124,22 @@ def model_forward(self, kwargs, told=True):
         kwargs = _embedded(self, kwargs)
     else:
         choose_attention(self)
+        capture_as_told(self)
         kwargs, seen = left_out_of_decoder(self, kwargs)
     output = original_forward(self)(self, **_with_documents(self, kwargs, told))
     return output if seen is None else put_back(output, seen, given.shape[:2])
 
 
-def choosing_forward(decoder) -> Callable:
+def choosing_forward(decoder, check: Callable) -> Callable:
     """A forward for a decoder without a row, whose masks are handed on (mask_reader.py): it chooses the attention, and is the decoder's own
-    otherwise."""
+    otherwise. check: of `capture_as_told`."""
     original: Any = original_forward(decoder)
 
     def run(decoder, given):
         if not torch.compiler.is_compiling():
             # What it hands on says no documents of whole rows, which attention between exchanges needs.
             (choose_attention if exchange_of(decoder.config) is None else leave_attention)(decoder)
+            capture_as_told(decoder, check)
         return original(decoder, **given)
 
     return forward_for(original, run)

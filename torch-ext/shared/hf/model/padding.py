@@ -195,10 +195,10 @@ def rounded_length(tokens: int, parts: int = PARTS) -> int:
     return -(-tokens // step) * step
 
 
-def _row_length(causal_lm, tokens: int) -> int:
-    """The length of a row for this many tokens of a causal LM. Where each length has to be recorded there are half as many lengths: a pass
+def _row_length(decoder, tokens: int) -> int:
+    """The length of a row for this many tokens of a decoder. Where each length has to be recorded there are half as many lengths: a pass
     without graphs takes the host several times as long as the GPU takes for some tokens more."""
-    return rounded_length(tokens, PARTS // 2 if lengths_are_captured(causal_lm) else PARTS)
+    return rounded_length(tokens, PARTS // 2 if lengths_are_captured(decoder) else PARTS)
 
 
 def _lengths_vary(decoder, tokens: int) -> bool:
@@ -262,7 +262,7 @@ def without_padding(
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
     alone = batch == 1 and (mask is None or bool(mask.all()))
     follows = _angles_follow_the_length(decoder)
-    grows = alone and not follows and _lengths_vary(decoder, tokens) and _row_length(model, tokens) > tokens
+    grows = alone and not follows and _lengths_vary(decoder, tokens) and _row_length(decoder, tokens) > tokens
     if alone and not (grows and (positions is None or positions.dim() == 2)):
         return kwargs, None
     weight, device = weight_within(embedding), given.device
@@ -275,7 +275,7 @@ def without_padding(
         return kwargs, None
     # Where FSDP gathers a decoder by itself, its embeddings lie in shards before it is called, or are a unit that processes whose rows have
     # no padding gather later.
-    keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens))) or (not chosen and is_by(FSDP2, type(decoder)))
+    keeps = getattr(model, KEEPS, False) or is_wanted(decoder, torch.Size((batch, tokens))) or (not chosen and is_by(FSDP2, type(decoder)))
     if alone and keeps:
         return kwargs, None
     if alone:
@@ -291,7 +291,7 @@ def without_padding(
         if not seen.numel():
             return kwargs, None
         positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)
-    more = _row_length(model, seen.numel() + follows) - seen.numel()
+    more = _row_length(decoder, seen.numel() + follows) - seen.numel()
     embeds = embedding(ids) if embeds is None else embeds
     found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
     if positions is not None:

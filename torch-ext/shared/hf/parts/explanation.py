@@ -29,6 +29,7 @@ ADVICE = {
     "changing": "keep adapters, hooks and weights where they are between training steps",
     "threads": "train the model in one thread; reset() and capture() make graphs anew",
     "unrecorded": "run two training passes of this shape",
+    "uncaptured": "make the model one that capture(model) takes, or leave capture out",
     "memory": "capture(model, memory=...), in GiB, or sizes= for fewer of them",
     "call": "",
     "bias": "nothing: a linear layer with a bias is called as it is",

@@ -8,6 +8,7 @@ import torch
 from ...ops.neighbours import side_by_side
 from ..attention.attention_choice import name_that_is_kept, runs_between_exchanges, why_no_kernel
 from ..capture.capture import captured_passes, captured_sizes
+from ..capture.when_told import why_not_captured
 from ..family import ownership
 from ..layer.eight_bit_weights import explain_weights
 from ..layer.four_bit_weights import explain_experts
@@ -112,6 +113,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     devices = sorted({str(weight.device) for weight in weights})
     for device in devices:
         found[f"kernels on {device}", no_kernels(torch.device(device))] += 1
+    uncaptured = why_not_captured(layers[0][0])
+    if uncaptured is not None:
+        found["captured", uncaptured] += len(layers)
     passes, reasons = captured_passes(layers[0][0])
     for shape, recorded in passes:
         reason = None

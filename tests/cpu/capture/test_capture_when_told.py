@@ -1,0 +1,138 @@
+"""`capture` as an option of `apply` and `kernelize`: the first training pass captures the layers, whoever made the model."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from tests.capturing import Rerun, graphs_of, loss_of, one_family, replays_of, stand_in, whole
+from tests.cpu.capture.test_capture_read import WHY, mine  # noqa: F401
+from tests.cpu.capture.test_capture_sizes import compare, padded, row_of
+from tests.own_file import source_of_other
+
+QWEN3 = pytest.mark.parametrize("family", (("qwen3", 2),), ids=("qwen3",), indirect=True)
+
+
+def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def pair(package, model):
+    """A model that is to be captured, with adapters that it got after it was told, and the same without graphs."""
+    plain = adapted(package.kernelize(copy.deepcopy(model)))
+    model = adapted(package.kernelize(model, capture=True))
+    for each in (model, plain):
+        each.get_base_model().set_attn_implementation("bastile")
+    return model, plain
+
+
+@one_family
+def test_the_first_training_pass_captures(package, tiny_model):
+    model, plain = pair(package, tiny_model())
+    unrecorded = next(row for row in package.explain(model).rows if row.part == "captured")
+    assert (unrecorded.fused, unrecorded.code) == (False, "unrecorded") and "no training pass" in unrecorded.reason
+    with torch.no_grad():
+        loss_of(model)
+    loss_of(model.eval())
+    assert graphs_of(package, model.get_base_model()) is None, "no passes of training"
+    model.train()
+    for seed, graphs in enumerate((0, whole(), whole(), whole())):
+        assert compare(model, plain, padded(seed)) == graphs
+    assert row_of(package, model).part == "captured: 1 of 1 sizes, 100% of the passes, 0.0 GiB"
+    assert not any(row.part == "captured" for row in package.explain(model).rows)
+
+
+@QWEN3
+def test_models_of_classes_that_were_told(package, tiny_model):
+    """Until they are told otherwise; what `capture` was called for stays."""
+    before, asked = tiny_model(), tiny_model()
+    package.apply(capture=True)
+    package.capture(asked)
+    after = tiny_model()
+    for model in (before, after, asked):
+        for seed in range(3):
+            loss_of(model, seed).backward()
+        assert replays_of(loss_of(model).backward) == whole() // 2, "of the backward pass"
+    package.apply()
+    for model, stays in ((before, False), (after, False), (asked, True)):
+        for seed in range(3):
+            loss_of(model, seed).backward()
+        assert (replays_of(loss_of(model).backward) > 0, graphs_of(package, model) is not None) == (stays, stays)
+    package.reset()
+    assert not any(name.startswith("_bastile") for model in (before, after, asked) for layer in model.model.layers for name in vars(layer))
+
+
+@QWEN3
+def test_the_memory_that_was_named(package, tiny_model):
+    model = package.kernelize(tiny_model(), capture=0.5)
+    loss_of(model).backward()
+    assert graphs_of(package, model).sizes.nbytes == 2**29
+
+
+@QWEN3
+@pytest.mark.parametrize("call", ("apply", "kernelize"))
+def test_what_the_option_cannot_be(package, tiny_model, call):
+    told = {"apply": package.apply, "kernelize": lambda **given: package.kernelize(tiny_model(), **given)}[call]
+    with pytest.raises(ValueError, match="capture is -1, expected True, False, or the GiB that the graphs may take"):
+        told(capture=-1)
+    with pytest.raises(ValueError, match="capture is True, expected False without attention"):
+        told(capture=True, attention=False)
+    told(capture=False, attention=False)
+
+
+@QWEN3
+def test_what_cannot_be_captured_runs_as_before(package, tiny_model, monkeypatch):
+    """It is not tried again before the weights are elsewhere."""
+    module, tried = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture"), []
+    monkeypatch.setattr(module, "can_record", lambda device: tried.append(device))
+    model, plain = package.kernelize(tiny_model(), capture=True), package.kernelize(tiny_model())
+    for each in (model, plain):
+        each.set_attn_implementation("bastile")
+    for seed in range(3):
+        assert compare(model, plain, padded(seed)) == 0
+    assert len(tried) == 1
+    row = next(row for row in package.explain(model).rows if row.part == "captured")
+    assert row.code == "uncaptured" and "expected one CUDA device" in row.reason and not row.fused
+    monkeypatch.setattr(module, "can_record", lambda device: True)
+    package.kernelize(model, capture=True)
+    assert [compare(model, plain, padded(seed)) for seed in range(3)] == [0, 0, 0], "the same weights on the same device"
+    package.apply(capture=True)  # decides anew
+    assert [compare(model, plain, padded(seed)) > 0 for seed in range(3)] == [False, True, True]
+
+
+def test_layers_without_a_row(decoders, monkeypatch, mine):  # noqa: F811
+    stand_in(decoders, monkeypatch)
+    model = decoders.kernelize(mine(source=source_of_other()), capture=True)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+    assert graphs_of(decoders, model) is not None
+    changes, why = WHY["parts that are called"]
+    model = decoders.kernelize(mine(*changes, source=source_of_other()), capture=True)
+    loss_of(model).backward()
+    row = next(row for row in decoders.explain(model).rows if row.part == "captured")
+    assert row.code == "uncaptured" and why in row.reason
+    decoders.reset()
+
+
+@QWEN3
+def test_a_trainer_that_makes_the_trained_model_itself(package, tiny_model, tmp_path, monkeypatch):
+    """Its losses are those without, and most passes are replayed."""
+    from tests.integrations.preference import make
+
+    peft = pytest.importorskip("peft")
+
+    logs = []
+    for told in (False, True):
+        package.apply(capture=told)
+        before = Rerun.replays
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear")
+        trainer = make("DPO", tiny_model(), tmp_path, "cpu", [], gradient_checkpointing=True, max_steps=6, peft_config=adapters)
+        trainer.train()
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-5) and len(logs[0]) == 6
+    assert Rerun.replays - before >= 2 * whole()
+    package.reset()
