@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from tests.capturing import Rerun, graphs_of, loss_of, one_family, replays_of, stand_in, whole
+from tests.capturing import SHAPE, Rerun, graphs_of, loss_of, one_family, replays_of, stand_in, whole
 from tests.cpu.capture.test_capture_read import WHY, mine  # noqa: F401
 from tests.cpu.capture.test_capture_sizes import compare, padded, row_of
 from tests.own_file import source_of_other
@@ -67,10 +67,29 @@ def test_models_of_classes_that_were_told(package, tiny_model):
 
 
 @QWEN3
-def test_the_memory_that_was_named(package, tiny_model):
-    model = package.kernelize(tiny_model(), capture=0.5)
+def test_the_memory_that_was_named_last(package, tiny_model):
+    model = tiny_model()
+    for put_on in (package.apply, lambda **told: package.kernelize(model, **told)):
+        for gib in (8, 0.5):
+            put_on(capture=gib)
+            loss_of(model).backward()
+            assert graphs_of(package, model).sizes.nbytes == gib * 2**30
+        put_on(attention=False)
+        assert graphs_of(package, model) is None
+
+
+@QWEN3
+def test_a_model_that_capture_was_called_for_besides(package, tiny_model):
+    """It stays captured when the option is off."""
+    model = tiny_model()
+    package.apply(capture=True)
     loss_of(model).backward()
-    assert graphs_of(package, model).sizes.nbytes == 2**29
+    package.capture(model, *SHAPE)
+    package.apply()
+    assert graphs_of(package, model).shapes == {SHAPE}
+    copied = copy.deepcopy(model)
+    loss_of(copied).backward()
+    assert graphs_of(package, copied) is None
 
 
 @QWEN3

@@ -24,7 +24,7 @@ from ...ops.second_run import in_backward_pass
 from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
-from ..parts.modules import WITHOUT_GRAPHS, marked
+from ..parts.modules import SAVED, WITHOUT_GRAPHS, marked
 from ..parts.tree import NotCopied
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
@@ -34,9 +34,10 @@ from .graphed_checkpoints import is_checkpointed, why_not_graphed
 from .graphed_layers import GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
 
-__all__ = ["capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release"]
+__all__ = ["AS_TOLD", "capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release"]
 
 SEVERAL = -1  # threads that train a model
+AS_TOLD = SAVED + "captured_as_told"  # on a layer or a decoder: the option of `apply` or `kernelize` captured it
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
 STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs
 LARGER = 1.5  # times what a pool began with: larger sizes find no room in the pieces that smaller ones left, and begin another one
@@ -52,7 +53,6 @@ class CapturedModel(NotCopied):
         self._trained = trained
         self.shapes: set = set() if trained is None else trained.shapes
         self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
-        self.as_told = False  # by an option of `apply` or `kernelize`, and only while that is on
         self.memory = Memory()
         self.starts = 0  # with other pools
         self.kinds: Dict[tuple, Kind] = {}
@@ -256,7 +256,7 @@ def lengths_are_captured(decoder: nn.Module) -> bool:
 
 def capture(
     layers: List[nn.Module], asked: Iterable[nn.Module], batch: Optional[int], tokens: Optional[int], sizes: int, memory: Optional[float]
-) -> CapturedModel:
+) -> None:
     """Replays the decoder layers of a model for inputs [batch, tokens], or the sizes that come most often; see `capture` of a package.
     asked: what trainers ask of in each pass: the model, and what holds the layers in it."""
     by_shape = batch is not None or tokens is not None
@@ -276,6 +276,8 @@ def capture(
                 raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
             state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), LayerPlace(model, index)
             state["forward"] = BoundForward(captured_forward, layer)
+    for layer in layers:
+        layer.__dict__.pop(AS_TOLD, None)
     model = layers[0].__dict__[GRAPHS].model
     if by_shape:
         model.shapes.add((batch, tokens))
@@ -285,7 +287,6 @@ def capture(
         model.sizes, model.without_gradients.sizes = GraphSizes(sizes, nbytes), GraphSizes(sizes, nbytes)
     for each in asked:
         answer(each)
-    return model
 
 
 class Captured(NamedTuple):

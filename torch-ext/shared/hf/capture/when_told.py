@@ -12,9 +12,9 @@ from torch import nn
 from ..layer.checkpointing import was_told
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
-from .capture import capture, model_of, release
+from .capture import AS_TOLD, capture, model_of, release
 
-__all__ = ["CAPTURES", "LEFT", "SIZES", "capture_as_told", "why_not_captured"]
+__all__ = ["CAPTURES", "LEFT", "SIZES", "capture_as_told", "let_go", "why_not_captured"]
 
 CAPTURES = SAVED + "captures"  # on a decoder layer or its class: what apply() or kernelize() was told
 LEFT = SAVED + "not_captured"  # on a decoder's first layer: `Left`
@@ -29,31 +29,32 @@ class Left(NamedTuple):
 
 
 def capture_as_told(decoder: Any, check: Callable[[nn.Module], Any] = lambda decoder: None) -> None:
-    """Captures the layers of a decoder that is about to be trained where they were told so, and releases those that are told so no more.
-    Where they cannot be captured, warns once. check: raises TypeError for a decoder whose layers a graph might not repeat."""
+    """Captures the layers of a decoder that is about to be trained where they were told so. Where they cannot be captured, warns once.
+    check: raises TypeError for a decoder whose layers a graph might not repeat."""
     layers: List[nn.Module] = [*decoder.layers]
-    if not layers:
+    told = was_told(layers[0], CAPTURES) if layers else False
+    if not told or model_of(layers[0]) is not None or not decoder.training or not torch.is_grad_enabled():
         return
-    first, model = layers[0], model_of(layers[0])
-    told, state = was_told(first, CAPTURES), first.__dict__
-    if model is not None:
-        if model.as_told and not told:
-            for module in (decoder, *layers):
-                release(module)
-        return
-    if not told or not decoder.training or not torch.is_grad_enabled():
-        return
+    first, state = layers[0], layers[0].__dict__
     device = next((parameter.device for parameter in first.parameters()), torch.device("meta"))
     if LEFT in state and state[LEFT].device == device:
         return
     try:
         check(decoder)
-        capture(layers, [decoder], None, None, SIZES, None if told is True else told).as_told = True
+        capture(layers, [decoder], None, None, SIZES, None if told is True else told)
         state.pop(LEFT, None)
+        for module in (decoder, *layers):
+            module.__dict__[AS_TOLD] = True
     except (RuntimeError, TypeError, ValueError) as error:
         state[LEFT] = Left(device, Reason("uncaptured", str(error)))
         if device.type == "cuda":
             warnings.warn(f"capture: {error}", RuntimeWarning, stacklevel=2)
+
+
+def let_go(module: nn.Module) -> None:
+    """Takes the graphs off a layer or a decoder that were captured as it was told, before it is told anew."""
+    if module.__dict__.pop(AS_TOLD, None):
+        release(module)
 
 
 def why_not_captured(layer: nn.Module) -> Optional[Reason]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.attention_choice import WITHOUT, register_attention, watch_attention
 from ..capture import capture as graphs
+from ..capture.when_told import let_go
 from ..family import ownership
 from ..family.families import LOSS, Families, Targets, names_of
 from ..family.options import DEFAULTS, Settings
@@ -179,6 +180,8 @@ def kernelize(families: Families, model, told: Settings = DEFAULTS, mode=None, a
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
     switch_offload(noted[OFFLOADS])
+    for module in model.modules():
+        let_go(module)
     of_read = {layer for each in read for layer in each.layers}
     kept = [layer for each in read for layer in shapes.put_on_layers(each, noted)]
     ownership.warn_of_others(kept, stacklevel=3)

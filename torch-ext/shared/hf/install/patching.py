@@ -27,7 +27,7 @@ from ..attention.attention_choice import (
 )
 from ..capture import capture as graphs
 from ..capture.asked_each_pass import answer_for_adapters, answer_for_class, take_back_from_adapters, take_back_from_class
-from ..capture.when_told import CAPTURES, LEFT
+from ..capture.when_told import CAPTURES, LEFT, let_go
 from ..family import ownership
 from ..family.experts import register_experts, unregister_experts
 from ..family.families import LOSS, Families, Targets
@@ -216,6 +216,7 @@ def _forget_what_one_model_was_told(targets: Targets, modules):
     classes = tuple(filter(None, (ownership.class_for(targets, name) for name in (*targets.losses, "decoder_layer", "attention"))))
     for module in modules:
         if isinstance(module, classes):
+            let_go(module)
             for name in TOLD:
                 vars(module).pop(name, None)
 
@@ -318,7 +319,7 @@ def reset(families: Families):
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
         give_attention_back(module)
-        for name in TOLD:
+        for name in (*TOLD, graphs.AS_TOLD):
             state.pop(name, None)
     unregister_experts(modules)
     unregister_attention(modules)
