@@ -370,3 +370,20 @@ def test_the_counts_are_halved_where_too_many_kinds_came(qwen3, monkeypatch):
     assert dict(found.passes) == {("a",): 2, ("b",): 1, ("d",): 1}
     assert found.choose(("b",)) == sizes.Choice(False) and found.choose(("b",)) == sizes.Choice(False)
     assert found.choose(("b",)) == sizes.Choice(True, ("a",)) and found.chosen == {("b",)}
+
+
+@pytest.mark.parametrize("shape", ((), (3, 14)), ids=("lengths", "shape"))
+@pytest.mark.parametrize("family", (("qwen3", 2),), ids=("qwen3",), indirect=True)
+def test_layers_inside_wrappers_are_known_to_be_captured(package, tiny_model, shape):
+    """Rows get lengths that are few, and a batch of a captured shape keeps its padding, as without wrappers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    padding = importlib.import_module(f"{package.__name__}.shared.hf.model.padding")
+    model = package.kernelize(tiny_model())
+    layers = model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    package.capture(model, *shape)
+    assert padding.lengths_are_captured(model.model) is not bool(shape)
+    assert padding.is_wanted(model.model, torch.Size((3, 14))) is bool(shape)
+    package.reset()
+    assert not padding.lengths_are_captured(model.model) and not padding.is_wanted(model.model, torch.Size((3, 14)))

@@ -123,6 +123,48 @@ def test_what_cannot_be_captured_runs_as_before(package, tiny_model, monkeypatch
     assert [compare(model, plain, padded(seed)) > 0 for seed in range(3)] == [False, True, True]
 
 
+class Counting(torch.nn.Module):
+    """What stands around a layer, and does more than a graph would repeat."""
+
+    calls = 0
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.attention_type = layer, getattr(layer, "attention_type", None)
+
+    def forward(self, *args, **kwargs):
+        Counting.calls += 1
+        return self.layer(*args, **kwargs)
+
+
+@QWEN3
+def test_layers_of_anothers_class_run_as_before(package, tiny_model):
+    model = tiny_model()
+    model.model.layers[1] = Counting(model.model.layers[1])
+    package.kernelize(model, capture=True)
+    before = Counting.calls
+    for seed in range(3):
+        assert replays_of(lambda seed=seed: loss_of(model, seed).backward()) == 0
+    assert Counting.calls == before + 3
+    row = next(row for row in package.explain(model).rows if row.part == "captured")
+    assert row.code == "uncaptured" and "Counting is no decoder layer" in row.reason
+
+
+@QWEN3
+@pytest.mark.parametrize("way", ("told", "called"))
+def test_a_hook_of_accelerates_on_one_layer(package, tiny_model, way):
+    """None of the layers gets graphs, those before it neither."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = package.kernelize(tiny_model(), capture=way == "told")
+    hooks.add_hook_to_module(model.model.layers[1], hooks.ModelHook())
+    if way == "called":
+        with pytest.raises(RuntimeError, match="accelerate has put a hook"):
+            package.capture(model)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+    assert graphs_of(package, model) is None
+
+
 def test_layers_without_a_row(decoders, monkeypatch, mine):  # noqa: F811
     stand_in(decoders, monkeypatch)
     model = decoders.kernelize(mine(source=source_of_other()), capture=True)

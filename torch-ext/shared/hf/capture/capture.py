@@ -232,14 +232,14 @@ def release(module: nn.Module) -> None:
             state["forward"] = before
 
 
-def model_of(layer: Optional[nn.Module]) -> Optional[CapturedModel]:
-    """What is captured of the model of a layer."""
-    place = None if layer is None else layer.__dict__.get(GRAPHS)
-    return None if place is None else place.model
+def model_of(layer: nn.Module) -> Optional[CapturedModel]:
+    """What is captured of the model of a layer, or of a layer that this stands around."""
+    places = (module.__dict__.get(GRAPHS) for module in layer.modules())
+    return next((place.model for place in places if place is not None), None)
 
 
 def _of_decoder(decoder: nn.Module) -> Optional[CapturedModel]:
-    return model_of(next(iter(getattr(decoder, "layers", ())), None))
+    return next(map(model_of, getattr(decoder, "layers", ())), None)
 
 
 def is_wanted(decoder: nn.Module, shape: torch.Size) -> bool:
@@ -266,14 +266,14 @@ def capture(
     if memory is not None and not (isinstance(memory, (int, float)) and memory > 0):
         raise ValueError(f"memory is {memory!r}, expected GiB, a positive number, or None")
     check_weights(layers, can_record)
+    if any("_hf_hook" in layer.__dict__ for layer in layers):
+        raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
     place = layers[0].__dict__.get(GRAPHS)
     if place is None or place.model.layers != layers:
         model = CapturedModel(layers)
         for index, layer in enumerate(layers):
             release(layer)
             state = layer.__dict__
-            if "_hf_hook" in state:
-                raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
             state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), LayerPlace(model, index)
             state["forward"] = BoundForward(captured_forward, layer)
     for layer in layers:

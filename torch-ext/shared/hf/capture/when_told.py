@@ -9,6 +9,7 @@ from typing import Any, Callable, List, NamedTuple, Optional
 import torch
 from torch import nn
 
+from ..family.ownership import runs_ours
 from ..layer.checkpointing import was_told
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
@@ -41,6 +42,9 @@ def capture_as_told(decoder: Any, check: Callable[[nn.Module], Any] = lambda dec
         return
     try:
         check(decoder)
+        others = [type(layer).__name__ for layer in layers if not runs_ours(layer)]
+        if others:  # what those of another's do in Python would run no more
+            raise TypeError(f"{others[0]} is no decoder layer that runs fused, and a graph might not repeat all that it does")
         capture(layers, [decoder], None, None, SIZES, None if told is True else told)
         state.pop(LEFT, None)
         for module in (decoder, *layers):
