@@ -123,6 +123,22 @@ def test_what_cannot_be_captured_runs_as_before(package, tiny_model, monkeypatch
     assert [compare(model, plain, padded(seed)) > 0 for seed in range(3)] == [False, True, True]
 
 
+@one_family
+@pytest.mark.parametrize("way", ("told", "called"))
+def test_a_copy_is_captured_on_its_own(package, tiny_model, way):
+    package.apply(capture=way == "told")
+    model = tiny_model()
+    for _ in range(2):
+        if way == "called":
+            package.capture(model, *SHAPE)
+        replays = []
+        for seed in range(3):
+            replays.append(replays_of(lambda model=model, seed=seed: loss_of(model, seed).backward()))
+        assert replays == [0, whole(), whole()]
+        model = copy.deepcopy(model)
+    package.reset()
+
+
 class Counting(torch.nn.Module):
     """What stands around a layer, and does more than a graph would repeat."""
 

@@ -223,8 +223,7 @@ def release(module: nn.Module) -> None:
     state = module.__dict__
     take_back(module)
     before = state.pop(WITHOUT_GRAPHS, None)
-    if state.pop(GRAPHS, None) is None and before is None:
-        return
+    state.pop(GRAPHS, None)  # None of a copy, which has no graphs
     if getattr(state.get("forward"), "bound_function", None) is captured_forward:
         if before is None:
             del state["forward"]
