@@ -25,7 +25,7 @@ from ...runtime.graphs import GraphPool, can_record, is_recording, memory_of
 from ..parts.binding import BoundForward
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED, WITHOUT_GRAPHS, marked
-from ..parts.tree import NotCopied
+from ..parts.tree import NotCopied, walk
 from .asked_each_pass import answer, take_back
 from .captured_passes import Kind, ObservedPass, ReplayedPass
 from .graph_memory import Memory
@@ -233,8 +233,10 @@ def release(module: nn.Module) -> None:
 
 def model_of(layer: nn.Module) -> Optional[CapturedModel]:
     """What is captured of the model of a layer, or of a layer that this stands around."""
-    places = (module.__dict__.get(GRAPHS) for module in layer.modules())
-    return next((place.model for place in places if place is not None), None)
+    place = layer.__dict__.get(GRAPHS)  # before a walk: this is asked in each pass
+    places = (module.__dict__.get(GRAPHS) for module in (walk(layer) if place is None else ()))
+    place = next(filter(None, places), None) if place is None else place
+    return None if place is None else place.model
 
 
 def _of_decoder(decoder: nn.Module) -> Optional[CapturedModel]:
