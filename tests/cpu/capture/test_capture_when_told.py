@@ -2,6 +2,9 @@
 
 import copy
 import importlib
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,7 +108,7 @@ def test_what_the_option_cannot_be(package, tiny_model, call):
 
 @QWEN3
 def test_what_cannot_be_captured_runs_as_before(package, tiny_model, monkeypatch):
-    """It is not tried again before the weights are elsewhere."""
+    """It is not tried again before the weights are elsewhere, or it is told again."""
     module, tried = importlib.import_module(f"{package.__name__}.shared.hf.capture.capture"), []
     monkeypatch.setattr(module, "can_record", lambda device: tried.append(device))
     model, plain = package.kernelize(tiny_model(), capture=True), package.kernelize(tiny_model())
@@ -116,11 +119,55 @@ def test_what_cannot_be_captured_runs_as_before(package, tiny_model, monkeypatch
     assert len(tried) == 1
     row = next(row for row in package.explain(model).rows if row.part == "captured")
     assert row.code == "uncaptured" and "expected one CUDA device" in row.reason and not row.fused
+    (left,) = [value for name, value in vars(model.model.layers[0]).items() if name.endswith("not_captured")]
+    assert pickle.loads(pickle.dumps(left)) is None, "a file of the model holds nothing of a package"
     monkeypatch.setattr(module, "can_record", lambda device: True)
+    assert compare(model, plain, padded(0)) == 0, "the same weights on the same device"
     package.kernelize(model, capture=True)
-    assert [compare(model, plain, padded(seed)) for seed in range(3)] == [0, 0, 0], "the same weights on the same device"
-    package.apply(capture=True)  # decides anew
     assert [compare(model, plain, padded(seed)) > 0 for seed in range(3)] == [False, True, True]
+
+
+@QWEN3
+@pytest.mark.parametrize("change", ("first", "last", "fewer", "turned"))
+def test_other_layers_are_captured_anew(package, tiny_model, change):
+    model = package.kernelize(tiny_model(), capture=True)
+    plain = package.kernelize(copy.deepcopy(model), capture=False)
+    for each in (model, plain):
+        each.set_attn_implementation("bastile")
+    for seed in range(2):
+        compare(model, plain, padded(seed))
+    old = [*model.model.layers]
+    for each in (model, plain):
+        torch.manual_seed(5)
+        layers = each.model.layers
+        fresh = package.kernelize(type(each)(each.config), capture=True).model.layers
+        if change in ("first", "last"):
+            layers[0 if change == "first" else len(layers) - 1] = fresh[0 if change == "first" else len(layers) - 1]
+        elif change == "fewer":
+            del layers[-1]
+        else:
+            each.model.layers = torch.nn.ModuleList(reversed(layers))
+    package.kernelize(plain)
+    assert [compare(model, plain, padded(seed)) > 0 for seed in range(3)] == [False, True, True]
+    assert graphs_of(package, model).layers == [*model.model.layers]
+    left = [layer for layer in old if layer not in model.model.layers]
+    assert not any("graphs" in name for layer in left for name in vars(layer))
+
+
+@QWEN3
+def test_two_threads_first_passes(package, tiny_model, monkeypatch):
+    module, began = importlib.import_module(f"{package.__name__}.shared.hf.capture.when_told"), []
+    capture, model = module.capture, package.kernelize(tiny_model(), capture=True)
+
+    def slow(*told):
+        began.append(told)
+        time.sleep(0.2)  # the other thread comes meanwhile
+        return capture(*told)
+
+    monkeypatch.setattr(module, "capture", slow)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(module.capture_as_told, [model.model] * 2)] == [None, None]
+    assert len(began) == 1
 
 
 @one_family

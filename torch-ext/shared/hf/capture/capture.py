@@ -37,7 +37,7 @@ from .layer_calls import check_weights, described, obstacle
 __all__ = ["AS_TOLD", "capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release"]
 
 SEVERAL = -1  # threads that train a model
-AS_TOLD = SAVED + "captured_as_told"  # on a layer or a decoder: the option of `apply` or `kernelize` captured it
+AS_TOLD = SAVED + "captured_as_told"  # on a decoder: the `CapturedModel` of its layers, where the option captured them
 OF_MEMORY = 4  # graphs of several sizes take at most one of that many parts of the device's memory
 STARTS = 4  # with another pool, at most: where sizes come in turn that do not fit together, each would take the others' graphs
 LARGER = 1.5  # times what a pool began with: larger sizes find no room in the pieces that smaller ones left, and begin another one
@@ -55,6 +55,7 @@ class CapturedModel(NotCopied):
         self.sizes: Optional[GraphSizes] = None  # of passes of other shapes, if any are to be replayed
         self.memory = Memory()
         self.starts = 0  # with other pools
+        self.as_told = False  # the option of `apply` or `kernelize` captured it, which also takes it back
         self.kinds: Dict[tuple, Kind] = {}
         self.current: Union[ObservedPass, ReplayedPass, None] = None
         self.waiting: set = set()  # replayed forward passes before the end of their backward pass
@@ -277,9 +278,8 @@ def capture(
             state = layer.__dict__
             state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), LayerPlace(model, index)
             state["forward"] = BoundForward(captured_forward, layer)
-    for layer in layers:
-        layer.__dict__.pop(AS_TOLD, None)
     model = layers[0].__dict__[GRAPHS].model
+    model.as_told = False
     if by_shape:
         model.shapes.add((batch, tokens))
     else:

@@ -3,8 +3,9 @@ weights are those that are trained. Whoever has no line between the creation of 
 TRL's command line or of a configuration file, has `capture` so too.
 """
 
+import threading
 import warnings
-from typing import Any, Callable, List, NamedTuple, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch import nn
@@ -13,51 +14,70 @@ from ..family.ownership import runs_ours
 from ..layer.checkpointing import was_told
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
+from ..parts.tree import NotCopied
 from .capture import AS_TOLD, capture, model_of, release
+from .graphed_layers import GRAPHS
 
 __all__ = ["CAPTURES", "LEFT", "SIZES", "capture_as_told", "let_go", "why_not_captured"]
 
 CAPTURES = SAVED + "captures"  # on a decoder layer or its class: what apply() or kernelize() was told
 LEFT = SAVED + "not_captured"  # on a decoder's first layer: `Left`
 SIZES = 32  # lengths with graphs at a time, by default
+_LOCK = threading.Lock()  # two threads' first passes
 
 
-class Left(NamedTuple):
+class Left(NotCopied):
     """Says why a decoder whose weights are on a device was not captured."""
 
-    device: torch.device
-    reason: Reason
+    def __init__(self, device: torch.device, reason: Reason):
+        self.device, self.reason = device, reason
 
 
 def capture_as_told(decoder: Any, check: Callable[[nn.Module], Any] = lambda decoder: None) -> None:
-    """Captures the layers of a decoder that is about to be trained where they were told so. Where they cannot be captured, warns once.
-    check: raises TypeError for a decoder whose layers a graph might not repeat."""
+    """Captures the layers of a decoder that is about to be trained where they were told so, and anew where they are others by now. Where
+    they cannot be captured, warns once. check: raises TypeError for a decoder whose layers a graph might not repeat."""
     layers: List[nn.Module] = [*decoder.layers]
     told = was_told(layers[0], CAPTURES) if layers else False
-    if not told or model_of(layers[0]) is not None or not decoder.training or not torch.is_grad_enabled():
+    if not told or not decoder.training or not torch.is_grad_enabled():
         return
-    first, state = layers[0], layers[0].__dict__
-    device = next((parameter.device for parameter in first.parameters()), torch.device("meta"))
-    if LEFT in state and state[LEFT].device == device:
-        return
-    try:
-        check(decoder)
-        others = [type(layer).__name__ for layer in layers if not runs_ours(layer)]
-        if others:  # what those of another's do in Python would run no more
-            raise TypeError(f"{others[0]} is no decoder layer that runs fused, and a graph might not repeat all that it does")
-        capture(layers, [decoder], None, None, SIZES, None if told is True else told)
-        state.pop(LEFT, None)
-        for module in (decoder, *layers):
-            module.__dict__[AS_TOLD] = True
-    except (RuntimeError, TypeError, ValueError) as error:
-        state[LEFT] = Left(device, Reason("uncaptured", str(error)))
-        if device.type == "cuda":
-            warnings.warn(f"capture: {error}", RuntimeWarning, stacklevel=2)
+    with _LOCK:
+        if _is_captured(decoder, layers):
+            return
+        first, state = layers[0], layers[0].__dict__
+        device = next((parameter.device for parameter in first.parameters()), torch.device("meta"))
+        left = state.get(LEFT)
+        if left is not None and left.device == device:
+            return
+        try:
+            check(decoder)
+            others = [type(layer).__name__ for layer in layers if not runs_ours(layer)]
+            if others:  # what those of another's do in Python would run no more
+                raise TypeError(f"{others[0]} is no decoder layer that runs fused, and a graph might not repeat all that it does")
+            capture(layers, [decoder], None, None, SIZES, None if told is True else told)
+            state.pop(LEFT, None)
+            decoder.__dict__[AS_TOLD] = captured = state[GRAPHS].model
+            captured.as_told = True
+        except (RuntimeError, TypeError, ValueError) as error:
+            state[LEFT] = Left(device, Reason("uncaptured", str(error)))
+            if device.type == "cuda":
+                warnings.warn(f"capture: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _is_captured(decoder: nn.Module, layers: List[nn.Module]) -> bool:
+    """Tells whether the layers of a decoder have graphs. Takes those of the option off where they were of other layers."""
+    for captured in {decoder.__dict__.get(AS_TOLD), model_of(layers[0])}:
+        if captured is not None and captured.as_told and captured.layers != layers:
+            for module in (decoder, *filter(None, captured.layers)):
+                let_go(module)
+    return model_of(layers[0]) is not None
 
 
 def let_go(module: nn.Module) -> None:
-    """Takes the graphs off a layer or a decoder that were captured as it was told, before it is told anew."""
-    if module.__dict__.pop(AS_TOLD, None):
+    """Takes the graphs that the option put on a layer or a decoder off it, before it is told anew, or forgets why it has none."""
+    state = module.__dict__
+    state.pop(LEFT, None)
+    captured = state.pop(AS_TOLD, None) or getattr(state.get(GRAPHS), "model", None)
+    if captured is not None and captured.as_told:
         release(module)
 
 
