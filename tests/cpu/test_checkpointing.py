@@ -55,6 +55,24 @@ def test_attention_of_ours_runs_once(qwen3, monkeypatch, reentrant):
     assert len(runs) == 3
 
 
+@pytest.mark.parametrize("lora", (False, True), ids=("plain", "LoRA with dropout"))
+def test_a_checkpoint_packs_no_parameters(qwen3, monkeypatch, lora):
+    """Its gradients are those of a model that is not checkpointed, in a second backward pass too."""
+    packed = []
+    monkeypatch.setitem(torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", packed.append)
+    model = model_of(qwen3, False, lora=lora)
+    expected = gradients(model, **INPUTS)
+    assert packed and not any(type(each) is torch.nn.Parameter for each in packed)
+    torch.manual_seed(0)
+    loss = model(**INPUTS, use_cache=False).loss
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        assert_equal([parameter.grad for parameter in model.parameters() if parameter.grad is not None], expected[1:])
+    model.gradient_checkpointing_disable()
+    assert_equal(gradients(model, **INPUTS), expected)
+
+
 def test_without_checkpointing_nothing_is_kept(qwen3):
     model = model_of(qwen3, True)
     model.gradient_checkpointing_disable()

@@ -13,7 +13,9 @@ import torch
 
 from .autograd import Function, apply_function
 
-__all__ = ["Rest", "apply_in_parts", "are_watched", "in_backward_pass", "unfinished"]
+__all__ = ["Rest", "apply_in_parts", "are_watched", "in_backward_pass", "packed_by_checkpoint", "unfinished"]
+
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # None in old versions of torch
 
 Rest = Optional[List[Callable[[], torch.Tensor]]]
 
@@ -30,6 +32,12 @@ def are_watched() -> bool:
     if not modes:
         return False
     return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == "torch.utils.checkpoint" for mode in range(modes))
+
+
+def packed_by_checkpoint() -> bool:
+    """Tells whether a checkpoint that is not reentrant forgets what is saved now, or finds it again in its second run."""
+    hooks = None if _hooks is None else _hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def apply_in_parts(function, *arguments) -> torch.Tensor:
