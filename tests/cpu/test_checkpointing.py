@@ -56,21 +56,81 @@ def test_attention_of_ours_runs_once(qwen3, monkeypatch, reentrant):
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("plain", "LoRA with dropout"))
-def test_a_checkpoint_packs_no_parameters(qwen3, monkeypatch, lora):
-    """Its gradients are those of a model that is not checkpointed, in a second backward pass too."""
+def test_a_checkpoint_packs_one_tensor_for_a_node(qwen3, monkeypatch, lora):
+    """The gradients are those of a model that is not checkpointed, in a second backward pass too."""
     packed = []
     monkeypatch.setitem(torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", packed.append)
-    model = model_of(qwen3, False, lora=lora)
-    expected = gradients(model, **INPUTS)
-    assert packed and not any(type(each) is torch.nn.Parameter for each in packed)
+    model, inputs = model_of(qwen3, False, lora=lora, implementation="bastile"), {**INPUTS, "attention_mask": PADDED}
+    expected = gradients(model, **inputs)
+    assert [each.numel() for each in packed] == [0] * 2 * 3 * 3, "in both runs, of 3 layers: attention and what is before and after it"
     torch.manual_seed(0)
-    loss = model(**INPUTS, use_cache=False).loss
+    loss = model(**inputs, use_cache=False).loss
     for _ in range(2):
         model.zero_grad()
         loss.backward(retain_graph=True)
         assert_equal([parameter.grad for parameter in model.parameters() if parameter.grad is not None], expected[1:])
     model.gradient_checkpointing_disable()
+    assert_equal(gradients(model, **inputs), expected)
+
+
+def other_parameter(layer):
+    layer.mlp.up_proj.weight = torch.nn.Parameter(1.5 * layer.mlp.up_proj.weight.detach())
+
+
+def other_data(layer):
+    layer.mlp.up_proj.weight.data = 1.5 * layer.mlp.up_proj.weight.data
+
+
+@pytest.mark.parametrize("change", (other_parameter, other_data))
+def test_a_weight_that_changes_before_the_second_run(qwen3, change):
+    """All of the second run reads the weights as they are then, as in transformers."""
+    found = []
+    for model in (model_of(qwen3, False), tiny_model(num_hidden_layers=3, **with_one_operator())):
+        set_checkpointing(model, use_reentrant=False)
+        loss = model(**INPUTS, use_cache=False).loss
+        for layer in model.model.layers:
+            change(layer)
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6))
+
+
+def test_weights_that_exist_while_their_layer_runs(qwen3):
+    """Hooks that fetch and drop them, and a checkpoint whose second run goes to its end."""
+    expected = gradients(model_of(qwen3, False), **INPUTS)
+    model = model_of(qwen3, False)
+    set_checkpointing(model, use_reentrant=False, early_stop=False)
+    stored = {parameter: parameter.data.clone() for layer in model.model.layers for parameter in layer.parameters()}
+
+    def switch(there):
+        def hook(layer, *_):
+            for parameter in layer.parameters():
+                parameter.data = stored[parameter] if there else torch.full_like(stored[parameter], float("nan"))
+
+        return hook
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(switch(True))
+        layer.register_forward_hook(switch(False), always_call=True)
     assert_equal(gradients(model, **INPUTS), expected)
+
+
+def test_a_second_run_with_another_adapter_is_an_error(qwen3):
+    model = model_of(qwen3, False, lora=True)
+    loss = model(**INPUTS, use_cache=False).loss
+    layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
+    layer.merge()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="the second run of a checkpoint computed with other tensors"):
+        loss.backward()
+
+
+def test_hooks_that_are_no_functions(qwen3):
+    model = model_of(qwen3, False)
+    model.gradient_checkpointing_disable()
+    expected = gradients(model, **INPUTS)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):
+        assert_equal(gradients(model, **INPUTS), expected)
 
 
 def test_without_checkpointing_nothing_is_kept(qwen3):

@@ -96,7 +96,7 @@ MUTANTS = [
     *errors_in(PATH, "projections of a norm, layer", "_backward", (", found.bias)", ", -found.bias)")),
     *errors_in(NODE, "projections_replayed", "_function",
          ("present[0].view_as(present[0])", "2 * present[0]"),
-         ("form.kept(present), *found", "form.kept([2 * present[0], *present[1:]]), *found"),
+         ("(*form.kept(present), *found", "(*form.kept([2 * present[0], *present[1:]]), *found"),
          ("run(*grads, *form", "run(*[2 * grad for grad in grads], *form")),
     *errors_in(NODE, "projections_alone", "Form.needed", ("*map(bool, tensors)", "*map(bool, tensors[::-1])")),
 ]  # fmt: skip

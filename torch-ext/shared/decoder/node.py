@@ -12,7 +12,7 @@ import torch
 
 from ..ops.autocast import outside_autocast
 from ..ops.autograd import apply_function, once_differentiable
-from ..ops.second_run import Rest, apply_in_parts, packed_by_checkpoint, unfinished
+from ..ops.second_run import Rest, apply_in_parts, keep, kept_of, unfinished
 from ..runtime.device import is_ordinary
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .eight_bits import groups_in_eight
@@ -54,16 +54,6 @@ def filled(shape: Shape, values: Sequence):
         if length != ONE:
             parts[place : place + length] = [parts[place : place + length]]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-
-
-def together(kept: Sequence, beside: Dict[int, Any]) -> Sequence:
-    """Returns what is kept, with what was kept beside it in its place."""
-    if not beside:
-        return kept
-    found = list(kept)
-    for place, one in beside.items():
-        found[place] = one
-    return found
 
 
 class Given(NamedTuple):
@@ -140,16 +130,9 @@ class Form:
         """Lists the gradients of what is present."""
         return [*[gradients.tensors[place] for place in self.places], *self.layout.present(gradients.parts)]
 
-    def kept(self, present: Sequence) -> Tuple[Sequence, Dict[int, Any]]:
-        """Returns what autograd keeps, with None for what the backward pass does not read and for what it finds beside it, and the latter by
-        its place: each `CodedWeight`, and under a checkpoint the parameters. Its hooks would forget and find again 20 of them a layer, in
-        a twelfth of the host's time for a pass with adapters; they are there anyway, and are the same in both runs."""
-        beside = {place: present[place] for place in self.coded}
-        if packed_by_checkpoint():
-            beside.update((i, one) for i, one in enumerate(present) if type(one) is torch.nn.Parameter and i not in self.dropped)
-        if not self.dropped and not beside:
-            return present, beside
-        return [None if i in self.dropped or i in beside else one for i, one in enumerate(present)], beside
+    def kept(self, present: Sequence) -> Sequence:
+        """Returns what is present, with None for what the backward pass does not read."""
+        return [None if i in self.dropped else one for i, one in enumerate(present)] if self.dropped else present
 
     def in_tensors(self, present: Sequence) -> Sequence:
         """Returns what is present, and what follows it, as a replayed call takes it: codes in place of weights, and their scales last."""
@@ -165,7 +148,10 @@ class Form:
         if not self.coded or not self.layout.replayable:
             return tensors
         count = len(tensors) - len(self.coded)
-        return together(tensors[:count], {i: EightBitWeight(tensors[i], scale) for i, scale in zip(self.coded, tensors[count:])})
+        found = list(tensors[:count])
+        for place, scale in zip(self.coded, tensors[count:]):
+            found[place] = EightBitWeight(found[place], scale)
+        return found
 
 
 IDENTITIES.add(Form)
@@ -304,8 +290,7 @@ def _function(name: str, node: Node):
         run, whole = node.run_again if form.layout.replayable else node.run, form.whole_of(present) if form.packed else None
         found = run(*form.in_tensors(present), whole, sizes, rest is None, form)
         first = form.count if rest is None else count_of(form.started)
-        kept, ctx.beside = form.kept(present)
-        ctx.save_for_backward(*kept, *found[first:])
+        keep(ctx, (*form.kept(present), *found[first:]))
         ctx.form, ctx.spent = form, False
         if rest is not None:
             return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
@@ -315,11 +300,10 @@ def _function(name: str, node: Node):
 
     @outside_autocast
     def backward(ctx, *grads):
-        form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        form, kept, needs = ctx.form, kept_of(ctx), ctx.needs_input_grad[3:]
         run = node.gradients_again if form.layout.replayable else node.gradients
         if node.spends:
             run, ctx.spent = partial(run, spent=True) if ctx.spent else run, True
-        kept = together(saved, ctx.beside)
         whole = form.whole_of(kept) if form.packed else None
         return (None, None, None, *run(*grads, *form.in_tensors(kept), whole, needs, form))
 

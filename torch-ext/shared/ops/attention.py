@@ -23,6 +23,7 @@ from .autograd import Function, apply_function, autocasts, needs_formula
 from .operators import constant_when_traced, traceable
 from .recorded import recorded
 from .rows import one_block_a_row
+from .second_run import keep, kept_of
 
 __all__ = ["attention", "attention_reference", "takes_dtype", "takes_heads"]
 
@@ -264,13 +265,13 @@ attention_backward = traceable("attention_backward", _backward, _fake_backward)
 class _Attention(Function):
     def forward(ctx, q, k, v, sinks, limits, walks, scale, softcap):
         out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale, softcap)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
+        keep(ctx, (q, k, v, sinks, out, lse, limits, walks))
         ctx.scale, ctx.softcap = scale, softcap
         return out
 
     @outside_autocast
     def backward(ctx, dout):
-        q, k, v, sinks, out, lse, limits, walks = ctx.saved_tensors
+        q, k, v, sinks, out, lse, limits, walks = kept_of(ctx)
         dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, out, lse, limits, walks, ctx.scale, ctx.softcap)
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
 

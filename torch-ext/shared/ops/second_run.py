@@ -7,13 +7,16 @@ the result from there, and a rerun that stops never gets to it. Where one does (
 result is the same.
 """
 
-from typing import Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .autograd import Function, apply_function
 
-__all__ = ["Rest", "apply_in_parts", "are_watched", "in_backward_pass", "packed_by_checkpoint", "unfinished"]
+__all__ = [
+    "Rest", "apply_in_parts", "are_a_checkpoints", "are_watched", "in_backward_pass", "keep", "kept_of", "saving_hooks", "unfinished",
+]  # fmt: skip
 
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # None in old versions of torch
 
@@ -34,10 +37,54 @@ def are_watched() -> bool:
     return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == "torch.utils.checkpoint" for mode in range(modes))
 
 
-def packed_by_checkpoint() -> bool:
-    """Tells whether a checkpoint that is not reentrant forgets what is saved now, or finds it again in its second run."""
-    hooks = None if _hooks is None else _hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+def saving_hooks() -> Optional[tuple]:
+    """The functions that pack and unpack what is saved now, None where it stays as it is."""
+    return None if _hooks is None else _hooks(False)
+
+
+def are_a_checkpoints(hooks: Optional[tuple]) -> bool:
+    """Tells whether these are of a checkpoint that is not reentrant: it forgets what is saved now, or takes it from its second run."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _described(thing: Any) -> Any:
+    """What has to be equal of one thing in both runs of a checkpoint: what torch compares of each tensor."""
+    return (thing.shape, thing.dtype, thing.device) if isinstance(thing, torch.Tensor) else type(thing)
+
+
+def keep(ctx: Any, things: Sequence[Any]) -> None:
+    """Keeps tensors, None, and what stands for tensors, for the backward pass of an autograd function.
+
+    A layer with adapters saves thirty tensors, and the hooks of a checkpoint take the host a tenth of a pass for them. So they get one
+    empty tensor, which goes where each of the others would have gone, and has what it stands for with it.
+    """
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(*things)
+    elif are_a_checkpoints(saving_hooks()) and not are_watched():
+        carrier: Any = torch.empty(0)
+        carrier.kept = [one.detach() if isinstance(one, torch.Tensor) and one.requires_grad else one for one in things]
+        ctx.described = list(map(_described, things))
+        ctx.save_for_backward(carrier)
+    else:
+        others = {i: one for i, one in enumerate(things) if not (one is None or isinstance(one, torch.Tensor))}
+        ctx.described, ctx.others = None, others
+        ctx.save_for_backward(*([None if i in others else one for i, one in enumerate(things)] if others else things))
+
+
+def kept_of(ctx: Any) -> Sequence[Any]:
+    """What `keep` kept. Raises CheckpointError where a checkpoint's second run kept something else."""
+    saved = ctx.saved_tensors
+    if torch.compiler.is_compiling():
+        return saved
+    if ctx.described is None:
+        return [ctx.others.get(i, one) for i, one in enumerate(saved)] if ctx.others else saved
+    kept = getattr(saved[0], "kept", None)
+    if kept is None or list(map(_described, kept)) != ctx.described:
+        raise CheckpointError(
+            "torch.utils.checkpoint: the second run of a checkpoint computed with other tensors than the first: their number, shapes, "
+            "dtypes or devices differ. Do not change adapters or weights between a forward pass and its backward pass"
+        )
+    return kept
 
 
 def apply_in_parts(function, *arguments) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.second_run import are_a_checkpoints, saving_hooks
 from ..layer.checkpointing import is_checkpointed, was_told
 from ..layer.offload import FUNCTION, OFFLOADS
 from ..parts.explanation import Reason
@@ -33,16 +34,10 @@ def why_not_graphed(layer: nn.Module) -> Optional[Reason]:
     return Reason("checkpointing", f"gradient checkpointing has the option {others[0]}") if others else None
 
 
-def _hooks() -> Optional[tuple]:
-    """The functions that pack and unpack saved tensors now."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if hooks is None else hooks(False)
-
-
 @contextlib.contextmanager
 def without_hooks():
     """Leaves the hooks that pack saved tensors out, as a context; of several, the innermost ones."""
-    found = _hooks()
+    found = saving_hooks()
     if found is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
@@ -55,13 +50,13 @@ def without_hooks():
 def why_packed(layer: nn.Module) -> Optional[Reason]:
     """Why tensors that are saved now would not be kept as they are; None where they are, or where nothing but the layer's own checkpoint
     is around its forward: a replay saves nothing, so that it asks for no second run."""
-    found = _hooks()
+    found = saving_hooks()
     if found is None:
         return None
-    if not is_checkpointed(layer) or type(layer).__call__ is nn.Module.__call__ or found[0].__module__ != checkpoint.__module__:
+    if not is_checkpointed(layer) or type(layer).__call__ is nn.Module.__call__ or not are_a_checkpoints(found):
         return PACKED
     with without_hooks():
-        return None if _hooks() is None else PACKED
+        return None if saving_hooks() is None else PACKED
 
 
 @contextlib.contextmanager
