@@ -17,6 +17,7 @@ from tests.capturing import (
     replays_of,
     whole,
 )
+from tests.versions import set_checkpointing
 
 
 class Between(torch.nn.Module):
@@ -143,3 +144,53 @@ def test_a_change_of_a_later_layer(package, tiny_model, number):
         m.model.layers[number].input_layernorm.variance_epsilon = 0.5
     counts = [compare(model, plain, seed) for seed in range(4)]
     assert counts[0] < whole(5) and counts[-1] == whole(5)
+
+
+def loss_and_change(model, change, checkpointing):
+    """What the backward pass gives after a change of the first weight that stands in each layer, or the error."""
+    set_checkpointing(model, use_reentrant=False) if checkpointing else model.gradient_checkpointing_disable()
+    for seed in range(3):
+        gradients(model, seed)
+    model.zero_grad()
+    loss = loss_of(model, 3)
+    for layer in model.model.layers:
+        change(layer.mlp.up_proj.weight)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def move(weight):
+    """Puts the weight's numbers elsewhere, and others where they were, as FSDP and what offloads weights do."""
+    before = weight.data
+    weight.data = before.clone()
+    before.fill_(float("nan"))
+
+
+def write(weight):
+    with torch.no_grad():
+        weight.mul_(1.25)
+
+
+def replace(weight):
+    weight.data = weight.data * 1.25
+
+
+@one_family
+@pytest.mark.parametrize("change", (move, write, replace))
+@pytest.mark.parametrize("checkpointing", (False, True), ids=("kept", "checkpointed"))
+def test_weights_that_change_before_the_backward_pass(package, tiny_model, change, checkpointing):
+    """The gradients, or the error, are those without graphs; what autograd would compute from two states of a weight is refused."""
+    model, plain = (package.kernelize(tiny_model()) for _ in range(2))
+    package.capture(model, *SHAPE)
+    found, expected = (loss_and_change(each, change, checkpointing) for each in (model, plain))
+    if change is replace:
+        assert "weights of a captured layer were replaced" in found
+    elif isinstance(expected, str):
+        assert "modified by an inplace operation" in expected and "modified by an inplace operation" in found
+    else:
+        assert_equal(found, expected)
+    if change is move:
+        assert [compare(model, plain, seed) > 0 for seed in range(4)][-1], "captured again"

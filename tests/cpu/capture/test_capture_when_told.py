@@ -137,6 +137,13 @@ def test_other_layers_are_captured_anew(package, tiny_model, change):
     for seed in range(2):
         compare(model, plain, padded(seed))
     old = [*model.model.layers]
+    taken = model.model.layers.pop(1)  # before it is told otherwise
+    package.kernelize(model)
+    assert not any("graphs" in name for name in vars(taken))
+    model.model.layers.insert(1, taken)
+    package.kernelize(model, capture=True)
+    for seed in range(2):
+        compare(model, plain, padded(seed))
     for each in (model, plain):
         torch.manual_seed(5)
         layers = each.model.layers

@@ -18,6 +18,7 @@ from ...ops.attention import AttentionPlan
 from ...ops.autograd import Function
 from ...runtime.device import version_of
 from ..attention.masks import Rule, Visible
+from ..layer.checkpointing import is_checkpointed
 from ..parts.modules import SAVED, WITHOUT_GRAPHS
 from ..parts.watch import Watch
 from .graph_memory import InputBuffer, Memory, move_gradients
@@ -88,19 +89,22 @@ class GraphedLayers:
         inputs: Sequence[InputBuffer],
         memory: Memory,
         waiting: set,
-        on_use_between: Callable[[], None],
+        on_change: Callable[[bool], None],
     ):
         """first: number of the first layer in its model; observed: what each of `layers` got; inputs: of all layers of the model; memory:
         shared with the graphs of other sizes; waiting: one entry for each replayed forward pass of the model that waits for its backward
-        pass; on_use_between: called when a gradient arrives for what another layer than the last one returned."""
+        pass; on_change: called where a backward pass cannot be replayed, with True if weights were moved since the forward pass, with False
+        if a gradient has arrived for what another layer than the last one returned."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
-        self.memory, self.waiting, self.on_use_between = memory, waiting, on_use_between
+        self.memory, self.waiting, self.on_change = memory, waiting, on_change
         self.modules = list(map(weakref.ref, layers))
         buffers = [[inputs[number] for number in layer.numbers] for layer in observed]
         self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(observed, buffers)]
         self.buffers = buffers[0]
         self.watch = Watch(layers, ignored=(GRAPHS,))
         self.counted = [tensor for tensor in self.watch.tensors if not tensor.is_inference()]
+        # Autograd saves weights with their versions, but for a checkpoint, whose second run reads them as they are then.
+        self.saved = [] if is_checkpointed(layers[0]) else [tensor for tensor in self.counted if isinstance(tensor, nn.Parameter)]
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
         self.recorded: Dict[int, nn.Parameter] = {}  # what stands for each of them, by its id, while the graphs are recorded
         self.gradients: List[Optional[torch.Tensor]] = []
@@ -172,12 +176,14 @@ class GraphedLayers:
         move_gradients(self.parameters, self.gradients)
 
     def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
-        """(the gradient of x, those of the parameters) where not only the last layer's output has one.
+        """(the gradient of x, those of the parameters) where not only the last layer's output has one, or weights are elsewhere by now.
 
-        Something used or changed what a layer returned before the next one got it, which did not happen in the observed pass. So the layers
-        run again. versions: of the outputs when they were returned.
+        Something used or changed what a layer returned before the next one got it, which did not happen in the observed pass. Or FSDP has
+        freed weights after the forward pass, and gathered them in other memory. So the layers run again. versions: of the outputs when they
+        were returned.
         """
-        self.on_use_between()
+        moved = self.watch.moved()
+        self.on_change(moved)
         count = 1 + max(i for i, dout in enumerate(douts) if dout is not None)
         device, dtype = self.x.device.type, self.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
@@ -185,10 +191,11 @@ class GraphedLayers:
             outputs = _run_all(self.layers()[:count], x, self.kwargs)
             for again, output, version in zip(outputs, self.outputs, versions):
                 if output._version == version and not torch.equal(again, output):
-                    raise RuntimeError(
+                    what = "weights of a captured layer were replaced between its forward pass and its backward pass" if moved else (
                         "the output of a captured layer was used by something other than the next layer. The layers ran again for that, "
-                        "and drew other random numbers. Call reset() to run the model without graphs"
+                        "and drew other random numbers"
                     )
+                    raise RuntimeError(f"{what}. Call reset() to run the model without graphs")
             used = [(output, dout) for output, dout in zip(outputs, douts) if dout is not None]
             roots, gradients = map(list, zip(*used))
             return self._sorted(torch.autograd.grad(roots, self._wanted(x, self.parameters), gradients, allow_unused=True))
@@ -262,6 +269,7 @@ class _Replay(Function):
         unit.forward.replay()
         outputs = [output.detach() for output in unit.outputs]
         ctx.versions = [output._version for output in outputs]
+        ctx.saved_versions = list(map(VERSION, unit.saved))
         ctx.mark_non_differentiable(*(output for output, frozen in zip(outputs, unit.frozen) if frozen))
         return tuple(outputs)
 
@@ -276,11 +284,16 @@ class _Replay(Function):
         # Until the backward pass has ended, gradients that autograd has yet to add to the parameters' lie in the graphs' memory.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_backward, ticket, unit.memory))
         *inner, dout = douts
-        if any(gradient is not None for gradient in inner):
+        if all(gradient is None for gradient in douts):
+            return (None,) * (2 + len(unit.parameters))
+        if list(map(VERSION, unit.saved)) != ctx.saved_versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of a captured "
+                "layer, between its forward pass and its backward pass"
+            )
+        if any(gradient is not None for gradient in inner) or unit.watch.moved():
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)
             return (None, dx, *gradients)
-        if dout is None:
-            return (None,) * (2 + len(unit.parameters))
         unit.release_gradients()
         if dout.data_ptr() != unit.dout.data_ptr():
             unit.dout.copy_(dout)

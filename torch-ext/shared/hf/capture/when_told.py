@@ -78,7 +78,8 @@ def let_go(module: nn.Module) -> None:
     state.pop(LEFT, None)
     captured = state.pop(AS_TOLD, None) or getattr(state.get(GRAPHS), "model", None)
     if captured is not None and captured.as_told:
-        release(module)
+        for each in (module, *filter(None, captured.layers)):  # also those that the model has no more
+            release(each)
 
 
 def why_not_captured(layer: nn.Module) -> Optional[Reason]:

@@ -90,6 +90,10 @@ class Watch:
         functions += map(_attention_of, self.configs)
         return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *functions]
 
+    def moved(self) -> bool:
+        """Tells whether tensors lie elsewhere."""
+        return list(map(torch.Tensor.data_ptr, self.tensors)) != self.facts[: len(self.tensors)]
+
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
         if any(map(any, map(HOOKS, self.called))) or self._structure() != self.structure or not self.held.is_same(self.states):
