@@ -78,19 +78,20 @@ def timed_by(stepper: "TrainerStepper"):
     class Noted(TrainerCallback):
         def __init__(self, warmup: int, steps: int):
             self.warmup, self.last = warmup, warmup + steps
-            self.ends: list[float] = []
+            self.ends: list[Any] = []
             self.peak: float | None = None
             self.device_ms: float | None = None
             self.profiler: torch.profiler.profile | None = None
 
         def on_train_begin(self, args, state, control, **kwargs):
-            self.ends.append(stepper.now())
+            self.ends.append(stepper.moment())
 
         def on_step_end(self, args, state, control, **kwargs):
-            self.ends.append(stepper.now())
+            self.ends.append(stepper.moment())
             if state.global_step == self.warmup and stepper.cuda:
                 torch.cuda.reset_peak_memory_stats()
             if state.global_step == self.last and stepper.cuda:
+                torch.cuda.synchronize()  # or the profile would have kernels of this step
                 self.peak = torch.cuda.max_memory_allocated() / GiB
                 self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 self.profiler.start()
@@ -125,11 +126,20 @@ class TrainerStepper:
         """Tell whether there is a GPU to wait for."""
         return self.device.startswith("cuda")
 
-    def now(self) -> float:
-        """Return the time at which the device has done its work."""
+    def moment(self) -> Any:
+        """Return the time at which the device will have done its work so far, without a wait, which no training has at its steps' ends."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms_between(self, moments: list) -> list[float]:
+        """Return the milliseconds from each moment to the next."""
         if self.cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+            return [before.elapsed_time(after) for before, after in zip(moments, moments[1:])]
+        return [1e3 * (after - before) for before, after in zip(moments, moments[1:])]
 
     @property
     def examples(self) -> int:
@@ -186,7 +196,7 @@ class TrainerStepper:
                 self.capture(trainer.model)
             with contextlib.redirect_stdout(sys.stderr):  # where the log of the steps goes otherwise, among the reports
                 trainer.train()
-        ms = [1e3 * (after - before) for before, after in zip(noted.ends, noted.ends[1:])]
+        ms = self.ms_between(noted.ends)
         timed = [int(number) for number in seen[warmup * ACCUMULATED : (warmup + steps) * ACCUMULATED]]
         return {
             "tokens": tokens,
