@@ -73,6 +73,17 @@ def test_a_checkpoint_packs_one_tensor_for_a_node(qwen3, monkeypatch, lora):
     assert_equal(gradients(model, **inputs), expected)
 
 
+@pytest.mark.parametrize("lora", (False, True), ids=("plain", "LoRA with dropout"))
+@REENTRANT
+def test_nothing_of_a_pass_outlives_its_backward_pass(qwen3, reentrant, lora):
+    model, inputs, counts = model_of(qwen3, False, reentrant, lora, "bastile"), {**INPUTS, "attention_mask": PADDED}, []
+    for _ in range(4):
+        gradients(model, **inputs)
+        gc.collect()
+        counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert counts[1] == counts[-1]
+
+
 def other_parameter(layer):
     layer.mlp.up_proj.weight = torch.nn.Parameter(1.5 * layer.mlp.up_proj.weight.detach())
 

@@ -62,7 +62,9 @@ def keep(ctx: Any, things: Sequence[Any]) -> None:
         ctx.save_for_backward(*things)
     elif are_a_checkpoints(saving_hooks()) and not are_watched():
         carrier: Any = torch.empty(0)
-        carrier.kept = [one.detach() if isinstance(one, torch.Tensor) and one.requires_grad else one for one in things]
+        if in_backward_pass():
+            # Detached: a result of the function would refer to the function's node, which refers to the carrier.
+            carrier.kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in things]
         ctx.described = list(map(_described, things))
         ctx.save_for_backward(carrier)
     else:
