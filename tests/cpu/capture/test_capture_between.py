@@ -10,6 +10,7 @@ from tests.capturing import (
     LAYERS,
     SHAPE,
     assert_equal,
+    batch,
     compare,
     gradients,
     loss_of,
@@ -194,3 +195,26 @@ def test_weights_that_change_before_the_backward_pass(package, tiny_model, chang
         assert_equal(found, expected)
     if change is move:
         assert [compare(model, plain, seed) > 0 for seed in range(4)][-1], "captured again"
+
+
+@one_family
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
+def test_gradients_that_autograd_hands_out(package, tiny_model, frozen):
+    """The next backward pass leaves them as they are, also where some weights are asked for, or the input alone."""
+    found = []
+    for capture in (True, False):
+        model = package.kernelize(tiny_model())
+        model.requires_grad_(not frozen)
+        if capture:
+            package.capture(model, *SHAPE)
+        for seed in range(4):
+            several = []
+            for more in range(3):
+                ids = batch(seed + more)
+                embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+                loss = model(inputs_embeds=embeds, labels=ids, use_cache=False).loss
+                asked = [embeds] if frozen else [*model.model.layers.parameters()][-1 - more :]
+                several += torch.autograd.grad(loss, asked)
+        found.append(several)
+    for ours, plain in zip(*found, strict=True):
+        assert torch.equal(ours, plain)

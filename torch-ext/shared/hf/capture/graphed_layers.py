@@ -287,10 +287,8 @@ class _Replay(Function):
         if all(gradient is None for gradient in douts):
             return (None,) * (2 + len(unit.parameters))
         if list(map(VERSION, unit.saved)) != ctx.saved_versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of a captured "
-                "layer, between its forward pass and its backward pass"
-            )
+            what = "a weight of a captured layer, between its forward pass and its backward pass"
+            raise RuntimeError(f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}")
         if any(gradient is not None for gradient in inner) or unit.watch.moved():
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)
             return (None, dx, *gradients)
@@ -298,7 +296,17 @@ class _Replay(Function):
         if dout.data_ptr() != unit.dout.data_ptr():
             unit.dout.copy_(dout)
         unit.backward.replay()
-        return (None, *(None if t is None else t.detach() for t in (unit.dx, *unit.gradients)))
+        take = torch.clone if _are_handed_out(unit.parameters) else torch.detach
+        return (None, *(None if t is None else take(t) for t in (unit.dx, *unit.gradients)))
+
+
+def _are_handed_out(parameters: Sequence[nn.Parameter]) -> bool:
+    """Tells whether `torch.autograd.grad` gives gradients to its caller, who may keep them. Without parameters it may be the input's."""
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters[:1]]
+    try:
+        return not all(map(torch._C._will_engine_execute_node, nodes)) or not nodes
+    except RuntimeError:  # says that it does not know for a leaf of `torch.autograd.grad`
+        return True
 
 
 class Handover:
