@@ -233,12 +233,12 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
     conditions = layer, *conditions
     again = in_backward_pass()
     found = of_storage.take(place, conditions) if again else None
-    if again and found is None:
+    with AttentionRecording(found) as recording:
+        attended = attend()
+    if again and found is None and recording.results:
         why = "with copies of its tensors (offload=True, save_on_cpu, device_map), within another checkpoint, or twice"
         cure = "Let checkpoints hold tensors where they are, or leave keep_attention out"
         warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
-    with AttentionRecording(found) as recording:
-        attended = attend()
     if recording.results:
         of_storage.keep(place, conditions, recording.results)
     elif found is None:
