@@ -84,6 +84,19 @@ def test_nothing_of_a_pass_outlives_its_backward_pass(qwen3, reentrant, lora):
     assert counts[1] == counts[-1]
 
 
+def test_another_default_dtype_in_the_second_run(qwen3):
+    model = model_of(qwen3, False)
+    expected = gradients(model, **INPUTS)
+    loss = model(**INPUTS, use_cache=False).loss
+    model.zero_grad()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal([parameter.grad for parameter in model.parameters() if parameter.grad is not None], expected[1:])
+
+
 def other_parameter(layer):
     layer.mlp.up_proj.weight = torch.nn.Parameter(1.5 * layer.mlp.up_proj.weight.detach())
 

@@ -218,3 +218,23 @@ def test_gradients_that_autograd_hands_out(package, tiny_model, frozen):
         found.append(several)
     for ours, plain in zip(*found, strict=True):
         assert torch.equal(ours, plain)
+
+
+@one_family
+def test_a_frozen_layer_that_is_written_to(package, tiny_model):
+    """Its input needs no gradient, so autograd saves none of its weights."""
+    found = []
+    for capture in (True, False):
+        model = package.kernelize(tiny_model())
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        if capture:
+            package.capture(model, *SHAPE)
+        for seed in range(3):
+            gradients(model, seed)
+        model.zero_grad()
+        loss = loss_of(model, 3)
+        write(model.model.layers[0].mlp.up_proj.weight)
+        loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert_equal(*found)

@@ -61,7 +61,7 @@ def keep(ctx: Any, things: Sequence[Any]) -> None:
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*things)
     elif are_a_checkpoints(saving_hooks()) and not are_watched():
-        carrier: Any = torch.empty(0)
+        carrier: Any = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the default is in either run
         if in_backward_pass():
             # Detached: a result of the function would refer to the function's node, which refers to the carrier.
             carrier.kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in things]
@@ -76,7 +76,7 @@ def keep(ctx: Any, things: Sequence[Any]) -> None:
 def kept_of(ctx: Any) -> Sequence[Any]:
     """What `keep` kept. Raises CheckpointError where a checkpoint's second run kept something else."""
     saved = ctx.saved_tensors
-    if torch.compiler.is_compiling():
+    if not hasattr(ctx, "described"):  # it was traced
         return saved
     if ctx.described is None:
         return [ctx.others.get(i, one) for i, one in enumerate(saved)] if ctx.others else saved

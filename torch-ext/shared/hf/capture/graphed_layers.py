@@ -103,8 +103,7 @@ class GraphedLayers:
         self.buffers = buffers[0]
         self.watch = Watch(layers, ignored=(GRAPHS,))
         self.counted = [tensor for tensor in self.watch.tensors if not tensor.is_inference()]
-        # Autograd saves weights with their versions, but for a checkpoint, whose second run reads them as they are then.
-        self.saved = [] if is_checkpointed(layers[0]) else [tensor for tensor in self.counted if isinstance(tensor, nn.Parameter)]
+        self.saved: List[nn.Parameter] = []
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
         self.recorded: Dict[int, nn.Parameter] = {}  # what stands for each of them, by its id, while the graphs are recorded
         self.gradients: List[Optional[torch.Tensor]] = []
@@ -139,6 +138,9 @@ class GraphedLayers:
 
         self.outputs = list(self.forward.record(function))
         self.frozen = [not output.requires_grad for output in self.computed]
+        # Autograd saves weights with their versions, but for a checkpoint, whose second run reads them as they are then.
+        saving = [layer for layer, frozen in zip(layers, self.frozen) if not (frozen or is_checkpointed(layer))]
+        self.saved = [weight for layer in saving for weight in layer.parameters() if not weight.is_inference()]
         for output in self.computed:
             _refuse_leaves(output, self.parameters)
 
@@ -296,15 +298,14 @@ class _Replay(Function):
         if dout.data_ptr() != unit.dout.data_ptr():
             unit.dout.copy_(dout)
         unit.backward.replay()
-        take = torch.clone if _are_handed_out(unit.parameters) else torch.detach
+        take = torch.clone if _are_handed_out(ctx.next_functions[2:3]) else torch.detach
         return (None, *(None if t is None else take(t) for t in (unit.dx, *unit.gradients)))
 
 
-def _are_handed_out(parameters: Sequence[nn.Parameter]) -> bool:
-    """Tells whether `torch.autograd.grad` gives gradients to its caller, who may keep them. Without parameters it may be the input's."""
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters[:1]]
+def _are_handed_out(edges: Sequence[tuple]) -> bool:
+    """Tells whether `torch.autograd.grad` gives gradients to its caller, who may keep them. edges: a parameter's, or none: of the input."""
     try:
-        return not all(map(torch._C._will_engine_execute_node, nodes)) or not nodes
+        return not edges or not torch._C._will_engine_execute_node(edges[0][0])
     except RuntimeError:  # says that it does not know for a leaf of `torch.autograd.grad`
         return True
 
