@@ -180,9 +180,8 @@ class GraphedLayers:
     def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
         """(the gradient of x, those of the parameters) where not only the last layer's output has one, or weights are elsewhere by now.
 
-        Something used or changed what a layer returned before the next one got it, which did not happen in the observed pass. Or FSDP has
-        freed weights after the forward pass, and gathered them in other memory. So the layers run again. versions: of the outputs when they
-        were returned.
+        Something used or changed what a layer returned before the next one got it, unlike in the observed pass. Or FSDP has freed weights
+        and gathered them in other memory. So the layers run again. versions: of the outputs when they were returned.
         """
         moved = self.watch.moved()
         self.on_change(moved)
@@ -286,12 +285,13 @@ class _Replay(Function):
         # Until the backward pass has ended, gradients that autograd has yet to add to the parameters' lie in the graphs' memory.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_backward, ticket, unit.memory))
         *inner, dout = douts
-        if all(gradient is None for gradient in douts):
+        between = any(gradient is not None for gradient in inner)
+        if dout is None and not between:
             return (None,) * (2 + len(unit.parameters))
         if list(map(VERSION, unit.saved)) != ctx.saved_versions:
             what = "a weight of a captured layer, between its forward pass and its backward pass"
             raise RuntimeError(f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}")
-        if any(gradient is not None for gradient in inner) or unit.watch.moved():
+        if between or unit.watch.moved():
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)
             return (None, dx, *gradients)
         unit.release_gradients()
