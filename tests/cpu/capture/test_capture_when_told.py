@@ -162,6 +162,18 @@ def test_other_layers_are_captured_anew(package, tiny_model, change):
 
 
 @QWEN3
+def test_layers_that_another_capture_took_over(package, tiny_model):
+    """Their graphs stay when the option's are taken back."""
+    model, other = (package.kernelize(tiny_model(), capture=True) for _ in range(2))
+    loss_of(model).backward()
+    other.model.layers = torch.nn.ModuleList([*model.model.layers][:1])
+    package.capture(other, *SHAPE)
+    graphs = graphs_of(package, other)
+    package.kernelize(model)
+    assert graphs_of(package, other) is graphs and graphs.shapes == {SHAPE}
+
+
+@QWEN3
 def test_two_threads_first_passes(package, tiny_model, monkeypatch):
     module, began = importlib.import_module(f"{package.__name__}.shared.hf.capture.when_told"), []
     capture, model = module.capture, package.kernelize(tiny_model(), capture=True)

@@ -34,7 +34,9 @@ from .graphed_checkpoints import is_checkpointed, why_not_graphed
 from .graphed_layers import GRAPHS, run
 from .layer_calls import check_weights, described, obstacle
 
-__all__ = ["AS_TOLD", "capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release"]
+__all__ = [
+    "AS_TOLD", "CapturedModel", "capture", "captured_passes", "captured_sizes", "is_wanted", "lengths_are_captured", "model_of", "release",
+]  # fmt: skip
 
 SEVERAL = -1  # threads that train a model
 AS_TOLD = SAVED + "captured_as_told"  # on a decoder: the `CapturedModel` of its layers, where the option captured them

@@ -15,7 +15,7 @@ from ..layer.checkpointing import was_told
 from ..parts.explanation import Reason
 from ..parts.modules import SAVED
 from ..parts.tree import NotCopied
-from .capture import AS_TOLD, capture, model_of, release
+from .capture import AS_TOLD, CapturedModel, capture, model_of, release
 from .graphed_layers import GRAPHS
 
 __all__ = ["CAPTURES", "LEFT", "SIZES", "capture_as_told", "let_go", "why_not_captured"]
@@ -67,8 +67,8 @@ def _is_captured(decoder: nn.Module, layers: List[nn.Module]) -> bool:
     """Tells whether the layers of a decoder have graphs. Takes those of the option off where they were of other layers."""
     for captured in {decoder.__dict__.get(AS_TOLD), model_of(layers[0])}:
         if captured is not None and captured.as_told and captured.layers != layers:
-            for module in (decoder, *filter(None, captured.layers)):
-                let_go(module)
+            decoder.__dict__.pop(AS_TOLD, None)
+            _release_all(decoder, captured)
     return model_of(layers[0]) is not None
 
 
@@ -78,7 +78,14 @@ def let_go(module: nn.Module) -> None:
     state.pop(LEFT, None)
     captured = state.pop(AS_TOLD, None) or getattr(state.get(GRAPHS), "model", None)
     if captured is not None and captured.as_told:
-        for each in (module, *filter(None, captured.layers)):  # also those that the model has no more
+        _release_all(module, captured)
+
+
+def _release_all(module: nn.Module, captured: CapturedModel) -> None:
+    """Takes the graphs off a module and all captured layers, including those that are no longer in the model. Those that another `capture`
+    has taken over keep theirs."""
+    for each in (module, *filter(None, captured.layers)):
+        if getattr(vars(each).get(GRAPHS), "model", captured) is captured:
             release(each)
 
 
