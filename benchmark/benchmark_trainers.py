@@ -91,7 +91,7 @@ def timed_by(stepper: "TrainerStepper"):
             if state.global_step == self.warmup and stepper.cuda:
                 torch.cuda.reset_peak_memory_stats()
             if state.global_step == self.last and stepper.cuda:
-                torch.cuda.synchronize()  # or the profile would have kernels of this step
+                torch.cuda.synchronize()  # so that the profile has no kernels of this step
                 self.peak = torch.cuda.max_memory_allocated() / GiB
                 self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 self.profiler.start()
@@ -127,7 +127,7 @@ class TrainerStepper:
         return self.device.startswith("cuda")
 
     def moment(self) -> Any:
-        """Return the time at which the device will have done its work so far, without a wait, which no training has at its steps' ends."""
+        """Mark this point in the device's work, or on a CPU in time. It does not wait for the device: training does not at a step's end."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -138,8 +138,8 @@ class TrainerStepper:
         """Return the milliseconds from each moment to the next."""
         if self.cuda:
             torch.cuda.synchronize()
-            return [before.elapsed_time(after) for before, after in zip(moments, moments[1:])]
-        return [1e3 * (after - before) for before, after in zip(moments, moments[1:])]
+        pairs = zip(moments, moments[1:])
+        return [before.elapsed_time(after) if self.cuda else 1e3 * (after - before) for before, after in pairs]
 
     @property
     def examples(self) -> int:

@@ -148,7 +148,7 @@ def test_a_change_of_a_later_layer(package, tiny_model, number):
 
 
 def loss_and_change(model, change, checkpointing):
-    """What the backward pass gives after a change of the first weight that stands in each layer, or the error."""
+    """Returns the gradients of a pass in which a weight of each layer changes before the backward pass, or the text of the error."""
     set_checkpointing(model, use_reentrant=False) if checkpointing else model.gradient_checkpointing_disable()
     for seed in range(3):
         gradients(model, seed)
@@ -164,7 +164,7 @@ def loss_and_change(model, change, checkpointing):
 
 
 def move(weight):
-    """Puts the weight's numbers elsewhere, and others where they were, as FSDP and what offloads weights do."""
+    """Moves the weight to other memory and overwrites the old, as FSDP and offloading do."""
     before = weight.data
     weight.data = before.clone()
     before.fill_(float("nan"))

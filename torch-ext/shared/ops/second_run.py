@@ -34,36 +34,36 @@ def are_watched() -> bool:
     modes = torch._C._len_torch_dispatch_stack()
     if not modes:
         return False
-    return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == "torch.utils.checkpoint" for mode in range(modes))
+    return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == checkpoint.__module__ for mode in range(modes))
 
 
 def saving_hooks() -> Optional[tuple]:
-    """The functions that pack and unpack what is saved now, None where it stays as it is."""
+    """Returns the functions that pack and unpack saved tensors here; None if there are none."""
     return None if _hooks is None else _hooks(False)
 
 
 def are_a_checkpoints(hooks: Optional[tuple]) -> bool:
-    """Tells whether these are of a checkpoint that is not reentrant: it forgets what is saved now, or takes it from its second run."""
+    """Tells whether such hooks belong to a non-reentrant checkpoint, which drops what its first run saves and reads it from the second."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 def _described(thing: Any) -> Any:
-    """What has to be equal of one thing in both runs of a checkpoint: what torch compares of each tensor."""
+    """Describes what both runs of a checkpoint must agree on: a tensor's metadata, as torch compares it, or another object's type."""
     return (thing.shape, thing.dtype, thing.device) if isinstance(thing, torch.Tensor) else type(thing)
 
 
 def keep(ctx: Any, things: Sequence[Any]) -> None:
-    """Keeps tensors, None, and what stands for tensors, for the backward pass of an autograd function.
+    """Saves tensors, None and stand-ins for tensors (`CodedWeight`) for the backward pass of an autograd function.
 
-    A layer with adapters saves thirty tensors, and the hooks of a checkpoint take the host a tenth of a pass for them. So they get one
-    empty tensor, which goes where each of the others would have gone, and has what it stands for with it.
+    Under a checkpoint it saves one empty tensor that carries all of them. A layer with adapters saves thirty, and calling the checkpoint's
+    hooks for each would take a tenth of the host's time for a pass.
     """
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*things)
     elif are_a_checkpoints(saving_hooks()) and not are_watched():
         carrier: Any = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the default is in either run
         if in_backward_pass():
-            # Detached: a result of the function would refer to the function's node, which refers to the carrier.
+            # Detached, as a result of the function refers to the function's node, which refers to the carrier.
             carrier.kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in things]
         ctx.described = list(map(_described, things))
         ctx.save_for_backward(carrier)
@@ -74,7 +74,7 @@ def keep(ctx: Any, things: Sequence[Any]) -> None:
 
 
 def kept_of(ctx: Any) -> Sequence[Any]:
-    """What `keep` kept. Raises CheckpointError where a checkpoint's second run kept something else."""
+    """Returns what `keep` saved. Raises CheckpointError if a checkpoint's second run saved tensors of other shapes, dtypes or devices."""
     saved = ctx.saved_tensors
     if not hasattr(ctx, "described"):  # it was traced
         return saved

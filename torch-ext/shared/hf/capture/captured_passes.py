@@ -88,8 +88,8 @@ class Kind:
     def end_observation(self, observed: List[Observed], examples: List[torch.Tensor]) -> None:
         self.state, self.observed, self.examples = State.OBSERVED, observed, examples
 
-    def is_outdated(self, moved: bool) -> None:
-        """Records the layers again in the next pass; with graphs of their own, unless it is for weights that were moved."""
+    def record_again(self, moved: bool) -> None:
+        """Has the layers recorded again in the next pass. moved: because weights have moved; else each layer gets graphs of its own."""
         self.shares_graphs = self.shares_graphs and moved
         if self.state is State.RECORDED:
             self.state = State.OUTDATED
@@ -126,7 +126,7 @@ class Kind:
         if any(seen.drew for seen in self.observed) and not torch.is_grad_enabled():
             raise RuntimeError("a layer draws random numbers (dropout) in a pass without gradients")
         self.inputs = [InputBuffer(model.memory, number, example) for number, example in enumerate(self.examples)]
-        on_change, here = self.is_outdated, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
+        on_change, here = self.record_again, model.memory.buffer("x", x).requires_grad_(x.requires_grad)
         with without_hooks(), model.pool(x) as pool:  # those of the first layer's checkpoint
             graphed = [
                 GraphedLayers(group.start, layers[group], self.observed[group], self.inputs, model.memory, model.waiting, on_change)

@@ -93,8 +93,8 @@ class GraphedLayers:
     ):
         """first: number of the first layer in its model; observed: what each of `layers` got; inputs: of all layers of the model; memory:
         shared with the graphs of other sizes; waiting: one entry for each replayed forward pass of the model that waits for its backward
-        pass; on_change: called where a backward pass cannot be replayed, with True if weights were moved since the forward pass, with False
-        if a gradient has arrived for what another layer than the last one returned."""
+        pass; on_change: called when a backward pass cannot be replayed: with True if weights have moved since the forward pass, with False
+        if a layer before the last one got a gradient for its output."""
         self.first, self.key, self.autocast = first, observed[0].key, observed[0].autocast
         self.memory, self.waiting, self.on_change = memory, waiting, on_change
         self.modules = list(map(weakref.ref, layers))
@@ -138,7 +138,7 @@ class GraphedLayers:
 
         self.outputs = list(self.forward.record(function))
         self.frozen = [not output.requires_grad for output in self.computed]
-        # Autograd saves weights with their versions, but for a checkpoint, whose second run reads them as they are then.
+        # Autograd checks the versions of saved weights. A checkpoint saves none: its second run reads the current ones.
         saving = [layer for layer, frozen in zip(layers, self.frozen) if not (frozen or is_checkpointed(layer))]
         self.saved = [weight for layer in saving for weight in layer.parameters() if not weight.is_inference()]
         for output in self.computed:
@@ -177,13 +177,12 @@ class GraphedLayers:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""
         move_gradients(self.parameters, self.gradients)
 
-    def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
-        """(the gradient of x, those of the parameters) where not only the last layer's output has one, or weights are elsewhere by now.
+    def gradients_by_running_again(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int], moved: bool) -> tuple:
+        """(the gradient of x, those of the parameters), computed without graphs where the backward graph would be wrong.
 
-        Something used or changed what a layer returned before the next one got it, unlike in the observed pass. Or FSDP has freed weights
-        and gathered them in other memory. So the layers run again. versions: of the outputs when they were returned.
+        Either the output of a layer before the last one was used or changed, unlike in the observed pass; or weights have moved, as when
+        FSDP frees them and gathers them in other memory. versions: of the outputs when they were returned. moved: whether weights have.
         """
-        moved = self.watch.moved()
         self.on_change(moved)
         count = 1 + max(i for i, dout in enumerate(douts) if dout is not None)
         device, dtype = self.x.device.type, self.autocast
@@ -291,8 +290,9 @@ class _Replay(Function):
         if list(map(VERSION, unit.saved)) != ctx.saved_versions:
             what = "a weight of a captured layer, between its forward pass and its backward pass"
             raise RuntimeError(f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}")
-        if between or unit.watch.moved():
-            dx, gradients = unit.gradients_of_some(douts, ctx.versions)
+        moved = unit.watch.moved()
+        if between or moved:
+            dx, gradients = unit.gradients_by_running_again(douts, ctx.versions, moved)
             return (None, dx, *gradients)
         unit.release_gradients()
         if dout.data_ptr() != unit.dout.data_ptr():
@@ -303,10 +303,10 @@ class _Replay(Function):
 
 
 def _are_handed_out(edges: Sequence[tuple]) -> bool:
-    """Tells whether `torch.autograd.grad` gives gradients to its caller, who may keep them. edges: a parameter's, or none: of the input."""
+    """Tells whether gradients go to a caller of `torch.autograd.grad`, who may keep them. edges: to one parameter, if any is trained."""
     try:
         return not edges or not torch._C._will_engine_execute_node(edges[0][0])
-    except RuntimeError:  # says that it does not know for a leaf of `torch.autograd.grad`
+    except RuntimeError:  # raised for a leaf whose gradient `torch.autograd.grad` was asked for
         return True
 
 

@@ -91,7 +91,7 @@ class Watch:
         return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *functions]
 
     def moved(self) -> bool:
-        """Tells whether tensors lie elsewhere."""
+        """Tells whether the memory of any tensor is elsewhere by now."""
         return list(map(torch.Tensor.data_ptr, self.tensors)) != self.facts[: len(self.tensors)]
 
     def same(self) -> bool:
